@@ -1,0 +1,341 @@
+"""Masked autoencoder (He et al., 2022) with upstream's names, keys and numbers, and masking as an argument.
+
+    mae = mae_vit_base_patch16()
+    loss, pred, mask = mae(imgs, mask_ratio=0.75)       # random masks, exactly upstream
+    loss, pred, mask = mae(imgs, visible=visible)       # bool [N, L], True is kept: any mask, any number per image
+    loss, pred, mask = mae(imgs, keep_prob=keep_prob)   # float [N, L]: every token scaled, none dropped
+
+The autoencoder knows nothing of where a mask comes from; engine_pretrain.py joins it with a masking module.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn as nn
+from timm.models.vision_transformer import Block, PatchEmbed
+
+from util.pos_embed import get_2d_sincos_pos_embed
+
+
+class MaskedAutoencoderViT(nn.Module):
+    """ViT encoder over the visible patches, light ViT decoder over all of them.
+
+    Shapes: N images, L patches, D encoder width, P = patch_size**2 * in_chans pixel values per patch.
+    Masks: 0 is keep, 1 is remove.
+    """
+
+    def __init__(
+        self,
+        img_size: int | tuple[int, int] = 224,
+        patch_size: int = 16,
+        in_chans: int = 3,
+        embed_dim: int = 1024,
+        depth: int = 24,
+        num_heads: int = 16,
+        decoder_embed_dim: int = 512,
+        decoder_depth: int = 8,
+        decoder_num_heads: int = 16,
+        mlp_ratio: float = 4.0,
+        norm_layer: Callable[[int], nn.Module] = nn.LayerNorm,
+        norm_pix_loss: bool = False,
+    ):
+        super().__init__()
+        check_divisible(img_size, patch_size)
+        self.in_chans = in_chans
+        self.norm_pix_loss = norm_pix_loss
+
+        # Encoder
+        self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim)
+        num_patches = self.patch_embed.num_patches
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
+        self.pos_embed = nn.Parameter(torch.zeros(1, num_patches + 1, embed_dim), requires_grad=False)
+        self.blocks = transformer_blocks(depth, embed_dim, num_heads, mlp_ratio, norm_layer)
+        self.norm = norm_layer(embed_dim)
+
+        # Decoder
+        self.decoder_embed = nn.Linear(embed_dim, decoder_embed_dim)
+        self.mask_token = nn.Parameter(torch.zeros(1, 1, decoder_embed_dim))
+        self.decoder_pos_embed = nn.Parameter(torch.zeros(1, num_patches + 1, decoder_embed_dim), requires_grad=False)
+        self.decoder_blocks = transformer_blocks(
+            decoder_depth, decoder_embed_dim, decoder_num_heads, mlp_ratio, norm_layer
+        )
+        self.decoder_norm = norm_layer(decoder_embed_dim)
+        self.decoder_pred = nn.Linear(decoder_embed_dim, patch_size**2 * in_chans)
+
+        self.initialize_weights()
+
+    def initialize_weights(self) -> None:
+        grid_size = self.patch_embed.grid_size
+        for pos_embed in (self.pos_embed, self.decoder_pos_embed):
+            sincos = get_2d_sincos_pos_embed(pos_embed.shape[-1], grid_size, cls_token=True)
+            pos_embed.data.copy_(torch.from_numpy(sincos))
+        init_patch_embed(self.patch_embed)
+        nn.init.normal_(self.cls_token, std=0.02)
+        nn.init.normal_(self.mask_token, std=0.02)
+        self.apply(self._init_weights)
+
+    def _init_weights(self, m: nn.Module) -> None:
+        init_linear_and_norm(m)
+
+    def no_weight_decay(self) -> set[str]:
+        """Parameters that timm's optimizer helpers exempt from weight decay, besides biases and norms."""
+        return {"cls_token", "mask_token", "pos_embed", "decoder_pos_embed"}
+
+    def patchify(self, imgs: torch.Tensor) -> torch.Tensor:
+        """Images [N, C, H, W] to patches [N, L, P]; within a patch the channel runs fastest."""
+        p = self.patch_embed.patch_size[0]
+        h, w = self.patch_embed.grid_size
+        x = imgs.reshape(imgs.shape[0], self.in_chans, h, p, w, p)
+        return x.permute(0, 2, 4, 3, 5, 1).reshape(imgs.shape[0], h * w, p * p * self.in_chans)
+
+    def unpatchify(self, x: torch.Tensor) -> torch.Tensor:
+        """Patches [N, L, P] back to images [N, C, H, W]."""
+        p = self.patch_embed.patch_size[0]
+        h, w = self.patch_embed.grid_size
+        x = x.reshape(x.shape[0], h, w, p, p, self.in_chans)
+        return x.permute(0, 5, 1, 3, 2, 4).reshape(x.shape[0], self.in_chans, h * p, w * p)
+
+    def random_masking(
+        self, x: torch.Tensor, mask_ratio: float, noise: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Keep, per image, the int(L * (1 - mask_ratio)) tokens of `x` [N, L, D] with the smallest noise.
+
+        `noise` [N, L] is drawn here unless given; any score can take its place, which is how top-k masks are made.
+        Returns the kept tokens [N, kept, D], the mask [N, L] and ids_restore [N, L], the inverse of the shuffle.
+        """
+        n, num_patches, _ = x.shape
+        num_keep = int(num_patches * (1 - mask_ratio))
+        if noise is None:
+            noise = torch.rand(n, num_patches, device=x.device)
+        ids_shuffle = torch.argsort(noise, dim=1)  # small is keep, large is remove
+        ids_restore = torch.argsort(ids_shuffle, dim=1)
+        mask = torch.ones_like(noise)
+        mask[:, :num_keep] = 0
+        mask = torch.gather(mask, dim=1, index=ids_restore)
+        return take_tokens(x, ids_shuffle[:, :num_keep]), mask, ids_restore
+
+    def hard_masking(
+        self, x: torch.Tensor, visible: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Keep the tokens of `x` [N, L, D] where `visible` [N, L] is true, padded to the batch's largest count.
+
+        Returns the kept tokens [N, longest, D], the mask, ids_restore, and the attention mask [N, 1, 1, 1 + longest]
+        (true: may be attended) that hides the padding, or None where nothing is padded.
+        """
+        mask = (~visible).to(torch.float32)
+        ids_shuffle = torch.argsort(mask, dim=1, stable=True)  # visible tokens first, in raster order
+        ids_restore = torch.argsort(ids_shuffle, dim=1)
+        counts = visible.sum(dim=1)
+        # The length of the sequence depends on the masks: this is a host-device sync, the only one of a step.
+        shortest, longest = torch.stack(torch.aminmax(counts)).tolist()
+        attn_mask = None
+        if shortest < longest:
+            positions = torch.arange(1 + longest, device=x.device)
+            attn_mask = (positions <= counts[:, None])[:, None, None, :]  # [CLS] is position 0, so never hidden
+        return take_tokens(x, ids_shuffle[:, :longest]), mask, ids_restore, attn_mask
+
+    def forward_encoder(
+        self,
+        x: torch.Tensor,
+        mask_ratio: float,
+        noise: torch.Tensor | None = None,
+        visible: torch.Tensor | None = None,
+        keep_prob: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Images to latent tokens [N, 1 + kept, D], mask [N, L] and ids_restore (None in the soft path)."""
+        x = self.patch_embed(x)
+        x = x + self.pos_embed[:, 1:, :]
+
+        attn_mask = None
+        if keep_prob is not None:
+            x, mask, ids_restore = x * keep_prob.unsqueeze(-1), 1 - keep_prob, None
+        elif visible is not None:
+            x, mask, ids_restore, attn_mask = self.hard_masking(x, visible)
+        else:
+            x, mask, ids_restore = self.random_masking(x, mask_ratio, noise)
+
+        cls_token = self.cls_token + self.pos_embed[:, :1, :]
+        x = torch.cat([cls_token.expand(x.shape[0], -1, -1), x], dim=1)
+        for block in self.blocks:
+            x = block(x, attn_mask=attn_mask)
+        return self.norm(x), mask, ids_restore
+
+    def forward_decoder(
+        self, x: torch.Tensor, ids_restore: torch.Tensor | None, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Latent tokens [N, 1 + kept, D] to predicted patches [N, L, P].
+
+        Mask tokens fill the removed places. `mask` [N, L] is needed where the latent is padded, to put mask tokens over
+        the padding. Without `ids_restore` the tokens are complete and in place already (the soft path).
+        """
+        x = self.decoder_embed(x)
+        if ids_restore is not None:
+            n, num_patches = ids_restore.shape
+            num_removed = num_patches + 1 - x.shape[1]
+            tokens = torch.cat([x[:, 1:, :], self.mask_token.expand(n, num_removed, -1)], dim=1)
+            tokens = take_tokens(tokens, ids_restore)  # unshuffle
+            if mask is not None:
+                tokens = torch.where(mask.bool().unsqueeze(-1), self.mask_token, tokens)
+            x = torch.cat([x[:, :1, :], tokens], dim=1)  # [CLS] goes first again
+
+        x = x + self.decoder_pos_embed
+        for block in self.decoder_blocks:
+            x = block(x)
+        x = self.decoder_pred(self.decoder_norm(x))
+        return x[:, 1:, :]  # without [CLS]
+
+    def patch_error(self, imgs: torch.Tensor, pred: torch.Tensor) -> torch.Tensor:
+        """Mean squared error of each patch [N, L], in float32 under any autocast."""
+        target = self.patchify(imgs).float()
+        if self.norm_pix_loss:
+            mean = target.mean(dim=-1, keepdim=True)
+            var = target.var(dim=-1, keepdim=True)
+            target = (target - mean) / (var + 1.0e-6) ** 0.5
+        return ((pred.float() - target) ** 2).mean(dim=-1)
+
+    def forward_loss(self, imgs: torch.Tensor, pred: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Mean error of the removed patches; 0 where nothing in the batch is removed."""
+        removed = mask.sum()
+        # Dividing by one where nothing is removed keeps 0 / 0 out of the value and of the gradient.
+        return (self.patch_error(imgs, pred) * mask).sum() / torch.where(removed > 0, removed, torch.ones_like(removed))
+
+    def forward(
+        self,
+        imgs: torch.Tensor,
+        mask_ratio: float = 0.75,
+        *,
+        noise: torch.Tensor | None = None,
+        visible: torch.Tensor | None = None,
+        keep_prob: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns (loss, pred [N, L, P], mask [N, L]) for one of three ways to mask.
+
+        mask_ratio  random masks; `noise` [N, L] replaces the drawn noise (the smallest values stay visible)
+        visible     bool [N, L], True is kept: masks as told, with any number of visible tokens per image
+        keep_prob   float [N, L] in [0, 1]: each token is multiplied by its value, all tokens are encoded and decoded,
+                    and the loss weighs each patch's error by the mask, 1 - keep_prob
+        """
+        self.check_inputs(imgs, noise=noise, visible=visible, keep_prob=keep_prob)
+        latent, mask, ids_restore = self.forward_encoder(imgs, mask_ratio, noise, visible, keep_prob)
+        pred = self.forward_decoder(latent, ids_restore, mask if visible is not None else None)
+        return self.forward_loss(imgs, pred, mask), pred, mask
+
+    def check_inputs(self, imgs: torch.Tensor, **masking: torch.Tensor | None) -> None:
+        """Refuse, by name, what would otherwise fail deep inside or, worse, broadcast."""
+        if imgs.ndim != 4 or imgs.shape[1:] != (self.in_chans, *self.patch_embed.img_size):
+            expected = (self.in_chans, *self.patch_embed.img_size)
+            raise ValueError(f"imgs has shape {tuple(imgs.shape)}, but this model takes (N, {str(expected)[1:]}")
+        given = {name: value for name, value in masking.items() if value is not None}
+        if len(given) > 1:
+            raise ValueError(f"give one of noise, visible and keep_prob, not {' and '.join(given)}")
+        for name, value in given.items():
+            if value.shape != (imgs.shape[0], self.patch_embed.num_patches):
+                expected = (imgs.shape[0], self.patch_embed.num_patches)
+                raise ValueError(f"{name} has shape {tuple(value.shape)}, but these images need {expected}")
+            if (value.dtype == torch.bool) != (name == "visible"):
+                raise ValueError(f"{name} has dtype {value.dtype}: visible takes bool, noise and keep_prob take floats")
+
+
+def take_tokens(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Tokens of `x` [N, L, D] at `ids` [N, M], as [N, M, D]."""
+    return torch.gather(x, dim=1, index=ids.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+
+
+def transformer_blocks(
+    depth: int, dim: int, num_heads: int, mlp_ratio: float, norm_layer: Callable[[int], nn.Module]
+) -> nn.ModuleList:
+    """Pre-norm ViT blocks; timm's run torch's fused attention."""
+    return nn.ModuleList(
+        Block(dim, num_heads, mlp_ratio, qkv_bias=True, norm_layer=norm_layer) for _ in range(depth)
+    )
+
+
+def init_patch_embed(patch_embed: PatchEmbed) -> None:
+    """Treat the patch projection as the linear layer that it is, not as a convolution."""
+    weight = patch_embed.proj.weight.data
+    nn.init.xavier_uniform_(weight.view(weight.shape[0], -1))
+
+
+def init_linear_and_norm(m: nn.Module) -> None:
+    if isinstance(m, nn.Linear):
+        nn.init.xavier_uniform_(m.weight)
+        if m.bias is not None:
+            nn.init.zeros_(m.bias)
+    elif isinstance(m, nn.LayerNorm):
+        nn.init.ones_(m.weight)
+        nn.init.zeros_(m.bias)
+
+
+def check_divisible(img_size: int | tuple[int, int], patch_size: int) -> None:
+    sides = (img_size, img_size) if isinstance(img_size, int) else tuple(img_size)
+    if any(side < patch_size or side % patch_size for side in sides):
+        size = "x".join(map(str, sides))
+        raise ValueError(f"image size {size} is not divisible by the patch size {patch_size}")
+
+
+vit_layer_norm = partial(nn.LayerNorm, eps=1e-6)
+
+
+def mae_vit_base_patch16_dec512d8b(**kwargs) -> MaskedAutoencoderViT:
+    return _mae(16, encoder=(768, 12, 12), decoder=(512, 8, 16), **kwargs)
+
+
+def mae_vit_large_patch16_dec512d8b(**kwargs) -> MaskedAutoencoderViT:
+    return _mae(16, encoder=(1024, 24, 16), decoder=(512, 8, 16), **kwargs)
+
+
+def mae_vit_huge_patch14_dec512d8b(**kwargs) -> MaskedAutoencoderViT:
+    return _mae(14, encoder=(1280, 32, 16), decoder=(512, 8, 16), **kwargs)
+
+
+def mae_vit_small_patch16(**kwargs) -> MaskedAutoencoderViT:
+    """timm's ViT-S with a decoder cut down alike: for one GPU."""
+    return _mae(16, encoder=(384, 12, 6), decoder=(256, 4, 8), **kwargs)
+
+
+def mae_vit_tiny_patch16(**kwargs) -> MaskedAutoencoderViT:
+    """timm's ViT-Ti with a decoder cut down alike: for one small GPU."""
+    return _mae(16, encoder=(192, 12, 3), decoder=(128, 4, 4), **kwargs)
+
+
+def mae_vit_micro_patch4(**kwargs) -> MaskedAutoencoderViT:
+    """For CPUs and tests: 32 px images in 64 patches."""
+    return _mae(4, encoder=(64, 4, 4), decoder=(64, 2, 4), **{"img_size": 32, **kwargs})
+
+
+def _mae(
+    patch_size: int, encoder: tuple[int, int, int], decoder: tuple[int, int, int], **kwargs
+) -> MaskedAutoencoderViT:
+    """`encoder` and `decoder` are (width, depth, heads)."""
+    embed_dim, depth, num_heads = encoder
+    decoder_embed_dim, decoder_depth, decoder_num_heads = decoder
+    return MaskedAutoencoderViT(
+        patch_size=patch_size,
+        embed_dim=embed_dim,
+        depth=depth,
+        num_heads=num_heads,
+        decoder_embed_dim=decoder_embed_dim,
+        decoder_depth=decoder_depth,
+        decoder_num_heads=decoder_num_heads,
+        mlp_ratio=4,
+        norm_layer=vit_layer_norm,
+        **kwargs,
+    )
+
+
+# Recommended names, as upstream, and the short names of the paper's commands.
+mae_vit_base_patch16 = mae_vit_base = mae_vit_base_patch16_dec512d8b
+mae_vit_large_patch16 = mae_vit_large = mae_vit_large_patch16_dec512d8b
+mae_vit_huge_patch14 = mae_vit_huge = mae_vit_huge_patch14_dec512d8b
+
+MODELS: dict[str, Callable[..., MaskedAutoencoderViT]] = {
+    name: value for name, value in globals().items() if name.startswith("mae_vit_")
+}
+
+
+def build_mae(name: str, **kwargs) -> MaskedAutoencoderViT:
+    """The model called `name`; an unknown name lists the known ones."""
+    if name not in MODELS:
+        raise ValueError(f"unknown model {name!r}; known are {', '.join(sorted(MODELS))}")
+    return MODELS[name](**kwargs)
