@@ -93,7 +93,7 @@ def build_cmm(mae: MaskedAutoencoderViT, depth: int = 5, **kwargs) -> Curriculum
 
 
 def lambda_cl(step: int, total_steps: int, end: float = -0.1) -> float:
-    """Eq. 2: the curriculum's weight falls linearly from 1 (partner) at step 0 to `end` (adversary) at `total_steps`."""
+    """Eq. 2: its weight falls linearly from 1 at step 0 (partner) to `end` at `total_steps` (adversary)."""
     return 1.0 - (1.0 - end) * step / total_steps
 
 

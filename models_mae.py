@@ -246,9 +246,7 @@ def transformer_blocks(
     depth: int, dim: int, num_heads: int, mlp_ratio: float, norm_layer: Callable[[int], nn.Module]
 ) -> nn.ModuleList:
     """Pre-norm ViT blocks; timm's run torch's fused attention."""
-    return nn.ModuleList(
-        Block(dim, num_heads, mlp_ratio, qkv_bias=True, norm_layer=norm_layer) for _ in range(depth)
-    )
+    return nn.ModuleList(Block(dim, num_heads, mlp_ratio, qkv_bias=True, norm_layer=norm_layer) for _ in range(depth))
 
 
 def init_patch_embed(patch_embed: PatchEmbed) -> None:
@@ -301,7 +299,7 @@ def mae_vit_tiny_patch16(**kwargs) -> MaskedAutoencoderViT:
 
 def mae_vit_micro_patch4(**kwargs) -> MaskedAutoencoderViT:
     """For CPUs and tests: 32 px images in 64 patches."""
-    return _mae(4, encoder=(64, 4, 4), decoder=(64, 2, 4), **{"img_size": 32, **kwargs})
+    return _mae(4, encoder=(64, 4, 4), decoder=(48, 2, 3), **{"img_size": 32, **kwargs})
 
 
 def _mae(

@@ -26,8 +26,6 @@ def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
 
 def adjust_learning_rate(optimizer: Optimizer, epoch: float, args: Namespace) -> float:
     """Set and return the rate that `args` (lr, min_lr, warmup_epochs, epochs) gives at a fractional epoch."""
-    lr = learning_rate(
-        epoch, lr=args.lr, min_lr=args.min_lr, warmup_epochs=args.warmup_epochs, epochs=args.epochs
-    )
+    lr = learning_rate(epoch, lr=args.lr, min_lr=args.min_lr, warmup_epochs=args.warmup_epochs, epochs=args.epochs)
     set_learning_rate(optimizer, lr)
     return lr

@@ -1,0 +1,155 @@
+"""The two-step iteration of CL-MAE. Only this file knows that there are two networks.
+
+    Forward     Z = CMM(images), once
+    Step 1      the MAE learns to reconstruct what the CMM's masks remove        (the CMM is not touched)
+    Step 2      the CMM learns from the MAE's error on softly masked images      (the MAE is not touched)
+
+Without a CMM (`--masking random`), step 1 with random masks is all there is: vanilla MAE through the same code.
+"""
+
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+
+import torch
+from torch.optim import Optimizer
+from torch.utils.tensorboard import SummaryWriter
+
+from models_cmm import (
+    CurriculumMaskingModule,
+    curriculum_loss,
+    diversity_loss,
+    gaussian_loss,
+    kl_loss,
+    lambda_cl,
+)
+from models_mae import MaskedAutoencoderViT
+from util.datasets import ImageLoader
+from util.lr_sched import adjust_learning_rate, learning_rate, set_learning_rate
+from util.misc import NativeScalerWithGradNormCount, amp_dtype, autocast, generator
+from util.progress import EpochLog, LossGuard
+
+
+def train_one_epoch(
+    model: MaskedAutoencoderViT,
+    data_loader: ImageLoader,
+    optimizer: Optimizer,
+    device: torch.device,
+    epoch: int,
+    loss_scaler: NativeScalerWithGradNormCount,
+    *,
+    cmm: CurriculumMaskingModule | None = None,
+    optimizer_cmm: Optimizer | None = None,
+    loss_scaler_cmm: NativeScalerWithGradNormCount | None = None,
+    loss_guard: LossGuard,
+    log_writer: SummaryWriter | None = None,
+    args: Namespace,
+) -> dict[str, float]:
+    """Train for one epoch; returns the epoch's mean of every logged value."""
+    model.train()
+    data_loader.set_epoch(epoch)
+    steps_per_epoch = len(data_loader) // args.accum_iter  # a last, incomplete accumulation is left out
+    iterations = steps_per_epoch * args.accum_iter
+    amp = amp_dtype(args.amp, device)
+    log = EpochLog(epoch, iterations, loss_guard, log_writer, args.batch_size)
+
+    for i, (imgs, _) in enumerate(islice(data_loader, iterations)):
+        step = epoch * steps_per_epoch + i // args.accum_iter
+        update = (i + 1) % args.accum_iter == 0
+        epochs_passed = step / steps_per_epoch
+        lr = adjust_learning_rate(optimizer, epochs_passed, args)
+        imgs = imgs.to(device, non_blocking=True)
+
+        # Forward of the CMM. Its weights do not change before step 2 ends, so this one pass serves both steps.
+        keep_prob = None
+        if cmm is not None:
+            with autocast(device, amp):
+                keep_prob = cmm(imgs)  # Z [N, L]
+
+        # Step 1: the MAE, on what the masks leave visible.
+        masking = hard_masking(imgs, keep_prob, model.patch_embed.num_patches, epoch, i, args)
+        with autocast(device, amp):
+            loss, _, mask = model(imgs, args.mask_ratio, **masking)
+        loss_scaler(loss / args.accum_iter, optimizer, args.clip_grad, model.parameters(), update_grad=update)
+        losses, settings = {"loss": loss}, {"lr": lr}
+
+        # Step 2: the CMM, on the error of the MAE just updated. (When gradients accumulate, the MAE is updated only
+        # at the last micro-batch: waiting for it would hold every micro-batch's graph of the CMM in memory.)
+        if cmm is not None:
+            weight = 0.0 if args.no_curriculum else lambda_cl(step, args.epochs * steps_per_epoch, args.lambda_cl_end)
+            lr_cmm = cmm_learning_rate(epochs_passed, args)
+            set_learning_rate(optimizer_cmm, lr_cmm)
+            with autocast(device, amp):
+                error = soft_error(model, imgs, keep_prob)
+            losses |= cmm_losses(keep_prob, error, weight, args)
+            loss_cmm = losses["cmm/loss"] / args.accum_iter
+            loss_scaler_cmm(loss_cmm, optimizer_cmm, args.clip_grad, cmm.parameters(), update_grad=update)
+            settings |= {"cmm/lambda_cl": weight, "cmm/lr": lr_cmm}
+
+        log.add(i, losses, settings, mask, keep_prob)
+    return log.close()
+
+
+def hard_masking(
+    imgs: torch.Tensor, keep_prob: torch.Tensor | None, num_patches: int, epoch: int, iteration: int, args: Namespace
+) -> dict[str, torch.Tensor]:
+    """The masking argument of the MAE in step 1: random, thresholded Z, or the largest Z."""
+    if keep_prob is None:
+        # The noise is a function of the iteration, not of the process's history. Drawn on the CPU: the same anywhere.
+        noise = torch.rand(len(imgs), num_patches, generator=generator("noise", args.seed, epoch, iteration))
+        return {"noise": noise.to(imgs.device, non_blocking=True)}
+    if args.select == "topk":
+        return {"noise": -keep_prob.detach()}  # the smallest values stay visible
+    return {"visible": keep_prob.detach() >= 0.5}
+
+
+@contextmanager
+def frozen(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, no gradient is computed for the weights of `model`; gradients still pass through it to its inputs."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    for p in trainable:
+        p.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for p in trainable:
+            p.requires_grad_(True)
+
+
+def soft_error(model: MaskedAutoencoderViT, imgs: torch.Tensor, keep_prob: torch.Tensor) -> torch.Tensor:
+    """Error of each patch [N, L] when every token is scaled by its Z, as a function of Z alone."""
+    with frozen(model):
+        _, pred, _ = model(imgs, keep_prob=keep_prob)
+        return model.patch_error(imgs, pred)
+
+
+def cmm_losses(
+    keep_prob: torch.Tensor, error: torch.Tensor, curriculum_weight: float, args: Namespace
+) -> dict[str, torch.Tensor]:
+    """The joint loss of the CMM (Eq. 1) under "cmm/loss", and its parts, unweighted but for the curriculum's."""
+    curriculum = curriculum_loss(keep_prob, error, curriculum_weight)
+    gauss = gaussian_loss(keep_prob)
+    kl = kl_loss(keep_prob, args.mask_ratio)
+    div = diversity_loss(keep_prob)
+    total = curriculum + args.lambda_gauss * gauss + args.lambda_kl * kl + args.lambda_div * div
+    return {
+        "cmm/loss": total,
+        "cmm/curriculum": curriculum,
+        "cmm/gauss": gauss,
+        "cmm/kl": kl,
+        "cmm/div": div,
+    }
+
+
+def cmm_learning_rate(epoch: float, args: Namespace) -> float:
+    """The CMM warms up as the MAE does. Then it stays constant by default: the curriculum's sign flips late, when a
+    decayed rate could no longer move it."""
+    return learning_rate(
+        epoch,
+        lr=args.cmm_lr,
+        min_lr=args.min_lr,
+        warmup_epochs=args.warmup_epochs,
+        epochs=args.epochs,
+        schedule=args.cmm_schedule,
+    )

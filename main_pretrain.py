@@ -1,0 +1,388 @@
+"""Pretrain CL-MAE, or vanilla MAE, on a folder of images.
+
+On ImageNet, with one GPU:
+    python main_pretrain.py --model mae_vit_base --norm_pix_loss --data_path /data/imagenet
+
+The vanilla MAE baseline differs in one flag:
+    python main_pretrain.py --model mae_vit_base --norm_pix_loss --data_path /data/imagenet --masking random
+
+On a machine with no GPU and no images:
+    python main_pretrain.py --model mae_vit_micro_patch4 --input_size 32 --norm_pix_loss --data_set shapes \
+        --epochs 10 --warmup_epochs 1 --num_workers 2 --output_dir output_dir/shapes
+"""
+
+import datetime
+import json
+import time
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from timm.optim import param_groups_weight_decay
+from torch.utils.tensorboard import SummaryWriter
+
+from engine_pretrain import train_one_epoch
+from models_cmm import CurriculumMaskingModule, build_cmm
+from models_mae import MODELS, MaskedAutoencoderViT, build_mae
+from util import checkpoint as ckpt
+from util.datasets import DATA_SETS, MODES, ImageLoader, build_pretrain_loader
+from util.misc import (
+    ArgumentParser,
+    NativeScalerWithGradNormCount,
+    UserError,
+    amp_dtype,
+    derive_seed,
+    logger,
+    pick_device,
+    refuse_many_processes,
+    run,
+)
+from util.monitor import Monitor
+from util.progress import LossGuard
+
+DEFAULT_OUTPUT_DIR = "./output_dir"
+
+
+def get_args_parser() -> ArgumentParser:
+    parser = ArgumentParser("main_pretrain.py", description=__doc__.split("\n")[0])
+
+    run_ = parser.add_argument_group("run length and batch")
+    run_.add_argument("--batch_size", default=64, type=int, help="images per process and iteration")
+    run_.add_argument("--epochs", default=400, type=int, help="passes over the data")
+    run_.add_argument(
+        "--accum_iter", default=1, type=int, help="micro-batches per update: a larger batch in less memory"
+    )
+
+    model = parser.add_argument_group("model")
+    model.add_argument("--model", default="mae_vit_large_patch16", type=str, help=f"one of {', '.join(sorted(MODELS))}")
+    model.add_argument(
+        "--input_size", default=224, type=int, nargs="+", help="image side in pixels, or height and width"
+    )
+    model.add_argument("--in_chans", default=3, type=int, help="channels: 3 (RGB), 1 (grey) or 4 (RGBA)")
+    model.add_argument("--mask_ratio", default=0.75, type=float, help="share of removed patches, aimed at or exact")
+    model.add_argument(
+        "--norm_pix_loss", action="store_true", help="reconstruct patches normalised by their own mean and deviation"
+    )
+    model.set_defaults(norm_pix_loss=False)
+
+    masks = parser.add_argument_group("masking and curriculum")
+    masks.add_argument(
+        "--masking",
+        default="curriculum",
+        choices=["curriculum", "random"],
+        help="masks from the learnt masking module (CL-MAE), or random ones (vanilla MAE)",
+    )
+    masks.add_argument(
+        "--select",
+        default="threshold",
+        choices=["threshold", "topk"],
+        help="what stays visible: Z >= 0.5, as the paper, or the (1 - mask_ratio) largest, as its authors' code",
+    )
+    masks.add_argument(
+        "--lambda_cl_end", default=-0.1, type=float, help="curriculum weight at the end, in [-1, 1]; it starts at 1"
+    )
+    masks.add_argument("--no_curriculum", action="store_true", help="hold the curriculum weight at 0 (ablation)")
+    masks.add_argument("--lambda_gauss", default=10.0, type=float, help="weight of the loss that makes Z decisive")
+    masks.add_argument("--lambda_kl", default=1.0, type=float, help="weight of the loss that keeps the mask ratio")
+    masks.add_argument("--lambda_div", default=2.0, type=float, help="weight of the loss that keeps masks diverse")
+    masks.add_argument("--cmm_depth", default=5, type=int, help="transformer blocks of the masking module")
+
+    optim = parser.add_argument_group("optimization")
+    optim.add_argument("--weight_decay", default=0.05, type=float, help="for matrices; biases, norms, tokens have none")
+    optim.add_argument("--lr", default=None, type=float, help="absolute learning rate; default: blr * batch / 256")
+    optim.add_argument("--blr", default=1e-3, type=float, help="base learning rate, per 256 images of a global batch")
+    optim.add_argument("--min_lr", default=0.0, type=float, help="lower bound of the cosine")
+    optim.add_argument("--warmup_epochs", default=40, type=int, help="epochs of linear warm-up")
+    optim.add_argument("--cmm_blr", default=None, type=float, help="base learning rate of the CMM; default: blr")
+    optim.add_argument(
+        "--cmm_schedule",
+        default="constant",
+        choices=["constant", "cosine"],
+        help="CMM's rate after warm-up; a decayed one can no longer move it when the curriculum's sign flips",
+    )
+    optim.add_argument(
+        "--clip_grad", default=None, type=float, help="largest gradient norm, of each network; default: no"
+    )
+
+    data = parser.add_argument_group("data")
+    data.add_argument("--data_set", default="folder", choices=DATA_SETS, help="shapes is built in and needs no files")
+    data.add_argument("--data_path", default=None, type=str, help="folder with train/CLASS/*.jpg, or images directly")
+    data.add_argument("--download", action="store_true", help="let torchvision fetch the data set to --data_path")
+    data.add_argument("--num_classes", default=None, type=int, help="use so many randomly chosen class folders")
+    data.add_argument("--class_seed", default=0, type=int, help="seed of that choice")
+    data.add_argument("--class_list", default=None, type=str, help="file with a class folder's name per line")
+    data.add_argument("--max_bad_images", default=100, type=int, help="unreadable images met before the run fails")
+    data.add_argument("--shapes_images", default=10_000, type=int, help="training images of --data_set shapes")
+    data.add_argument("--num_workers", default=10, type=int, help="loader processes; their number changes no result")
+    data.add_argument("--pin_mem", action="store_true", help="page-locked batches, for faster copies to a GPU")
+    data.add_argument("--no_pin_mem", action="store_false", dest="pin_mem", help="switch that off")
+    data.set_defaults(pin_mem=True)
+
+    out = parser.add_argument_group("output and resuming")
+    out.add_argument("--output_dir", default=DEFAULT_OUTPUT_DIR, help="checkpoints and log.txt; '' writes nothing")
+    out.add_argument("--log_dir", default=DEFAULT_OUTPUT_DIR, help="TensorBoard; follows --output_dir unless given")
+    out.add_argument("--save_every", default=20, type=int, help="epochs between checkpoints; the last is always kept")
+    out.add_argument("--vis_every", default=1, type=int, help="epochs between pictures of masks; 0: none")
+    out.add_argument("--knn_every", default=0, type=int, help="epochs between quick nearest-neighbour checks; 0: none")
+    out.add_argument("--resume", default="", help="checkpoint to continue, or auto: the newest in --output_dir")
+    out.add_argument(
+        "--start_epoch", default=0, type=int, help="number of the first epoch; a resumed run knows its own"
+    )
+
+    machine = parser.add_argument_group("machine and precision")
+    machine.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda if there is one, else cpu"
+    )
+    machine.add_argument(
+        "--amp",
+        default="auto",
+        choices=["auto", "bf16", "fp16", "off"],
+        help="mixed precision; auto: bf16 where the GPU has it, fp16 on older GPUs, off on a CPU",
+    )
+    machine.add_argument("--compile", action="store_true", help="compile the transformer blocks with torch.compile")
+    machine.add_argument("--seed", default=0, type=int, help="all randomness derives from it")
+
+    dist = parser.add_argument_group("distributed (set by launchers)")
+    dist.add_argument("--world_size", default=1, type=int, help="number of processes")
+    dist.add_argument("--local_rank", default=-1, type=int, help="process number on this machine")
+    dist.add_argument("--dist_on_itp", action="store_true", help="read ranks from OpenMPI's variables")
+    dist.add_argument("--dist_url", default="env://", help="where processes meet")
+    return parser
+
+
+def check_args(args: Namespace) -> None:
+    """Refuse impossible values by name, and settle what follows from other flags."""
+    if args.model not in MODELS:
+        raise UserError(f"--model {args.model} is unknown; known are {', '.join(sorted(MODELS))}")
+    sides = [args.input_size] if isinstance(args.input_size, int) else list(args.input_size)
+    if len(sides) > 2 or min(sides) < 1:
+        raise UserError(f"--input_size takes a side, or height and width, in pixels; not {sides}")
+    args.input_size = [sides[0], sides[-1]]
+    if args.in_chans not in MODES:
+        raise UserError(f"--in_chans {args.in_chans}: image files have 1 (grey), 3 (RGB) or 4 (RGBA) channels")
+    if not 0 < args.mask_ratio < 1:
+        raise UserError(
+            f"--mask_ratio {args.mask_ratio} leaves nothing to see or nothing to learn; it lies between 0 and 1"
+        )
+    if not -1 <= args.lambda_cl_end <= 1:
+        raise UserError(f"--lambda_cl_end {args.lambda_cl_end} is outside [-1, 1]")
+    for name in ("batch_size", "epochs", "accum_iter", "cmm_depth", "save_every", "shapes_images"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name} {getattr(args, name)} must be at least 1")
+    for name in (
+        *(
+            "lambda_gauss",
+            "lambda_kl",
+            "lambda_div",
+            "weight_decay",
+            "blr",
+            "min_lr",
+            "warmup_epochs",
+            "max_bad_images",
+        ),
+        *("num_workers", "vis_every", "knn_every", "start_epoch"),
+    ):
+        if getattr(args, name) < 0:
+            raise UserError(f"--{name} {getattr(args, name)} must not be negative")
+    if args.clip_grad is not None and args.clip_grad <= 0:
+        raise UserError(f"--clip_grad {args.clip_grad} must be above 0")
+
+    batch = args.batch_size * args.accum_iter
+    cmm_blr = args.blr if args.cmm_blr is None else args.cmm_blr
+    args.cmm_lr = cmm_blr * batch / 256 if args.lr is None or args.cmm_blr is not None else args.lr
+    args.lr = args.blr * batch / 256 if args.lr is None else args.lr
+    if args.log_dir == DEFAULT_OUTPUT_DIR:
+        args.log_dir = args.output_dir
+
+
+@dataclass
+class TrainingState:
+    """Everything that training changes. For vanilla MAE the CMM's three are None."""
+
+    model: MaskedAutoencoderViT
+    optimizer: torch.optim.Optimizer
+    scaler: NativeScalerWithGradNormCount
+    cmm: CurriculumMaskingModule | None = None
+    optimizer_cmm: torch.optim.Optimizer | None = None
+    scaler_cmm: NativeScalerWithGradNormCount | None = None
+
+    def state_dict(self) -> dict[str, dict]:
+        return {name: part.state_dict() for name, part in vars(self).items() if part is not None}
+
+    def load(self, checkpoint: dict, source: str) -> None:
+        for name, part in vars(self).items():
+            if part is None:
+                continue
+            if name not in checkpoint:
+                raise UserError(
+                    f"{source} has no {name!r}; was it trained with another --masking, or not by this program?"
+                )
+            if isinstance(part, torch.nn.Module):
+                ckpt.load_weights(part, checkpoint[name], source)
+            else:
+                part.load_state_dict(checkpoint[name])
+
+
+def build_state(args: Namespace, device: torch.device) -> TrainingState:
+    """The MAE is drawn first, so that a seed gives CL-MAE and vanilla MAE the same one."""
+    torch.manual_seed(derive_seed("weights", args.seed))
+    try:
+        model = build_mae(
+            args.model, img_size=tuple(args.input_size), in_chans=args.in_chans, norm_pix_loss=args.norm_pix_loss
+        )
+    except ValueError as error:
+        raise UserError(f"--model {args.model} with --input_size {args.input_size}: {error}") from None
+    kept = int(model.patch_embed.num_patches * (1 - args.mask_ratio))
+    if not 0 < kept < model.patch_embed.num_patches:
+        raise UserError(f"--mask_ratio {args.mask_ratio} keeps {kept} of {model.patch_embed.num_patches} patches")
+    state = TrainingState(*with_optimizer(model, args.lr, args, device))
+    if args.masking == "curriculum":
+        cmm = build_cmm(model, depth=args.cmm_depth)
+        state.cmm, state.optimizer_cmm, state.scaler_cmm = with_optimizer(cmm, args.cmm_lr, args, device)
+    return state
+
+
+def with_optimizer(network: torch.nn.Module, lr: float, args: Namespace, device: torch.device) -> tuple:
+    """The network on its device, with an AdamW and a gradient scaler of its own."""
+    network.to(device)
+    if args.compile:
+        # Block by block: the first compiles in seconds and all others of its shape reuse it.
+        for module in network.modules():
+            if type(module).__name__ == "Block":
+                module.compile(dynamic=True)
+    groups = param_groups_weight_decay(network, args.weight_decay, no_weight_decay_list=network.no_weight_decay())
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+    fp16 = amp_dtype(args.amp, device) == torch.float16
+    return network, optimizer, NativeScalerWithGradNormCount(device.type, enabled=fp16)
+
+
+def resume(state: TrainingState, args: Namespace) -> int:
+    """Load what `--resume` names, if anything; returns the first epoch to train."""
+    output_dir = Path(args.output_dir) if args.output_dir else None
+    if args.resume == "auto":
+        checkpoint, source = (ckpt.newest_checkpoint(output_dir) if output_dir else None), "the newest checkpoint"
+        if checkpoint is None:
+            logger.info("--resume auto: no checkpoint in %s, starting from the beginning", output_dir)
+            return args.start_epoch
+    elif args.resume:
+        checkpoint, source = ckpt.load_checkpoint(args.resume), args.resume
+    else:
+        if output_dir and ckpt.numbered_checkpoints(output_dir):
+            raise UserError(
+                f"--output_dir {output_dir} holds another run's checkpoints; add --resume auto to continue it, "
+                "or choose another folder"
+            )
+        return args.start_epoch
+    state.load(checkpoint, source)
+    return checkpoint["epoch"] + 1
+
+
+def save(state: TrainingState, epoch: int, step: int, args: Namespace) -> None:
+    path = Path(args.output_dir) / f"checkpoint-{epoch}.pth"
+    ckpt.save_checkpoint(path, {**state.state_dict(), "epoch": epoch, "step": step, "args": vars(args)})
+
+
+def prepare_output(args: Namespace, start_epoch: int, classes: list[str]) -> SummaryWriter | None:
+    """Make the folders, note the classes in use, and drop log lines of epochs that will be trained again."""
+    if args.output_dir:
+        output_dir = Path(args.output_dir)
+        try:
+            output_dir.mkdir(parents=True, exist_ok=True)
+            if classes:
+                (output_dir / "classes.txt").write_text("\n".join(classes) + "\n")
+            log = output_dir / "log.txt"
+            lines = log.read_text().splitlines(keepends=True) if log.exists() else []
+            log.write_text("".join(line for line in lines if json.loads(line)["epoch"] < start_epoch))
+        except OSError as error:
+            raise UserError(f"--output_dir {output_dir} cannot be written: {error.strerror}") from None
+    return SummaryWriter(args.log_dir, purge_step=start_epoch * 1000) if args.log_dir else None
+
+
+def write_log(
+    stats: dict[str, float], figures: dict[str, float], epoch: int, log_writer: SummaryWriter | None, args: Namespace
+) -> None:
+    """One JSON line per epoch, with upstream's keys. Nothing in it depends on the clock: equal runs, equal logs."""
+    if log_writer is not None:
+        for name, value in figures.items():
+            log_writer.add_scalar(name, value, (epoch + 1) * 1000)
+        log_writer.flush()
+    if args.output_dir:
+        values = {f"train_{name}": value for name, value in stats.items()} | figures
+        line = {name.replace("/", "_"): value for name, value in values.items()} | {"epoch": epoch}
+        with open(Path(args.output_dir) / "log.txt", "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def main(args: Namespace) -> None:
+    refuse_many_processes()
+    check_args(args)
+    device = pick_device(args.device)
+    data_loader = build_pretrain_loader(args)
+    check_enough_data(data_loader, args)
+    monitor = Monitor(args, device)
+    state = build_state(args, device)
+    start_epoch = resume(state, args)
+    log_writer = prepare_output(args, start_epoch, data_loader.dataset.source.classes)
+    describe_run(state, data_loader, device, args)
+
+    loss_guard = LossGuard(skip=amp_dtype(args.amp, device) == torch.float16)
+    start = time.monotonic()
+    for epoch in range(start_epoch, args.epochs):
+        stats = train_one_epoch(
+            state.model,
+            data_loader,
+            state.optimizer,
+            device,
+            epoch,
+            state.scaler,
+            cmm=state.cmm,
+            optimizer_cmm=state.optimizer_cmm,
+            loss_scaler_cmm=state.scaler_cmm,
+            loss_guard=loss_guard,
+            log_writer=log_writer,
+            args=args,
+        )
+        if args.output_dir and ((epoch + 1) % args.save_every == 0 or epoch + 1 == args.epochs):
+            save(state, epoch, (epoch + 1) * (len(data_loader) // args.accum_iter), args)
+        figures = monitor.after_epoch(epoch, state.model, state.cmm, log_writer)
+        write_log(stats, figures, epoch, log_writer, args)
+        report_epoch(stats, figures, epoch, (time.monotonic() - start) / (epoch + 1 - start_epoch), args)
+    logger.info("training time %s", datetime.timedelta(seconds=int(time.monotonic() - start)))
+
+
+def check_enough_data(data_loader: ImageLoader, args: Namespace) -> None:
+    images, batch = len(data_loader.dataset), args.batch_size * args.accum_iter
+    if len(data_loader) < args.accum_iter:
+        raise UserError(f"{images} images do not fill one batch of {batch}; lower --batch_size or --accum_iter")
+
+
+def describe_run(state: TrainingState, data_loader: ImageLoader, device: torch.device, args: Namespace) -> None:
+    sizes = {"MAE": state.model, "CMM": state.cmm}
+    parameters = ", ".join(
+        f"{name} {sum(p.numel() for p in net.parameters()) / 1e6:.1f}M"
+        for name, net in sizes.items()
+        if net is not None
+    )
+    dtype = amp_dtype(args.amp, device)
+    precision = str(dtype).removeprefix("torch.") if dtype else "float32"
+    logger.info("%s with %s masks: %s, %s on %s", args.model, args.masking, parameters, precision, device)
+    logger.info(
+        "%d images, batch %d x %d, %d iterations per epoch, learning rate %.3g (CMM %.3g)",
+        *(len(data_loader.dataset), args.batch_size, args.accum_iter, len(data_loader), args.lr, args.cmm_lr),
+    )
+
+
+def report_epoch(
+    stats: dict[str, float], figures: dict[str, float], epoch: int, seconds: float, args: Namespace
+) -> None:
+    left = datetime.timedelta(seconds=int(seconds * (args.epochs - epoch - 1)))
+    shown = {
+        name: value for name, value in (stats | figures).items() if name not in ("lr", "cmm/lr", "mask/removed_error")
+    }
+    text = "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
+    logger.info("epoch %d done, %s left.  %s", epoch, left, text)
+
+
+if __name__ == "__main__":
+    run(main, get_args_parser())

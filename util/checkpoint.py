@@ -1,0 +1,85 @@
+"""Checkpoints: plain tensors and plain types, written whole or not at all, read without running anything."""
+
+import argparse
+import errno
+import os
+import pickle
+import re
+from pathlib import Path
+
+import torch
+
+from util.misc import UserError, logger
+
+
+def save_checkpoint(path: Path, state: dict) -> None:
+    """Write `state` so that `path` holds either its old content or all of the new one, whatever happens meanwhile."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with open(partial, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+        partial.unlink(missing_ok=True)
+        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else error
+        raise UserError(f"cannot write the checkpoint {path} ({reason}); what was there before is untouched") from error
+
+
+def load_checkpoint(path: str | Path) -> dict:
+    """Read a checkpoint of this project or of upstream MAE onto the CPU; `args` comes back as a dict.
+
+    Upstream pickles an argparse.Namespace into its files, which is the one class allowed here. Anything else that
+    would run code is refused before it runs.
+    """
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.EISDIR, errno.EACCES):
+            raise UserError(f"cannot read the checkpoint {path}: {os.strerror(error.errno)}") from None
+        raise UserError(f"the checkpoint {path} is damaged: {error}") from None
+    except pickle.UnpicklingError as error:
+        detail = str(error).splitlines()[0]
+        raise UserError(f"the checkpoint {path} is damaged, or holds objects that could run code: {detail}") from None
+    except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, IndexError) as error:
+        raise UserError(f"the checkpoint {path} is damaged or is not a torch file: {error}") from None
+    if not isinstance(checkpoint, dict):
+        raise UserError(f"the checkpoint {path} holds a {type(checkpoint).__name__}, not a dict")
+    if isinstance(checkpoint.get("args"), argparse.Namespace):
+        checkpoint["args"] = vars(checkpoint["args"])
+    return checkpoint
+
+
+def load_weights(model: torch.nn.Module, state_dict: dict, source: str) -> None:
+    """Load strictly, and name the first thing that does not fit."""
+    own = model.state_dict()
+    for key in [*own, *state_dict]:
+        if key not in state_dict:
+            raise UserError(f"{source} has no {key}; is it a checkpoint of another model?")
+        if key not in own:
+            raise UserError(f"{source} has {key}, which this model does not; is it a checkpoint of another model?")
+        if own[key].shape != state_dict[key].shape:
+            theirs, ours = tuple(state_dict[key].shape), tuple(own[key].shape)
+            raise UserError(f"{source} has {key} of shape {theirs}, but this model needs {ours}; check --model")
+    model.load_state_dict(state_dict)
+
+
+def numbered_checkpoints(folder: Path) -> list[Path]:
+    """checkpoint-N.pth files of `folder`, newest epoch first."""
+    found = {int(m[1]): p for p in folder.glob("checkpoint-*.pth") if (m := re.fullmatch(r"checkpoint-(\d+)", p.stem))}
+    return [found[epoch] for epoch in sorted(found, reverse=True)]
+
+
+def newest_checkpoint(folder: Path) -> dict | None:
+    """The newest checkpoint of `folder` that can be read; damaged ones are reported and passed over."""
+    for path in numbered_checkpoints(folder):
+        try:
+            checkpoint = load_checkpoint(path)
+        except UserError as error:
+            logger.warning("%s; trying the one before it", error)
+            continue
+        logger.info("resuming from %s", path)
+        return checkpoint
+    return None

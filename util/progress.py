@@ -1,0 +1,175 @@
+"""What a run reports while it runs: values kept on the device until they are wanted, averages, a bar or plain lines."""
+
+import datetime
+import math
+import sys
+import time
+from collections.abc import Mapping
+
+import torch
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+from util.metrics import mask_health
+from util.misc import TrainingDiverged, logger
+
+LOG_INTERVAL = 20  # iterations between reports; in between nothing waits for the device
+
+
+class MetricBuffer:
+    """Scalars of several steps, kept on the device so that no step waits for them."""
+
+    def __init__(self):
+        self._steps: list[tuple[int, list[str]]] = []
+        self._values: list[torch.Tensor] = []
+
+    def add(self, step: int, values: Mapping[str, torch.Tensor]) -> None:
+        self._steps.append((step, list(values)))
+        self._values.extend(value.detach().float() for value in values.values())
+
+    def fetch(self) -> list[tuple[int, dict[str, float]]]:
+        """All that was added since the last call, as (step, values). One host-device sync."""
+        values = iter(torch.stack(self._values).tolist() if self._values else [])
+        fetched = [(step, {name: next(values) for name in names}) for step, names in self._steps]
+        self._steps, self._values = [], []
+        return fetched
+
+
+class Averages:
+    """Running means by name, in double precision."""
+
+    def __init__(self):
+        self._sums: dict[str, tuple[float, int]] = {}
+
+    def update(self, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            total, count = self._sums.get(name, (0.0, 0))
+            self._sums[name] = (total + value, count + 1)
+
+    def means(self) -> dict[str, float]:
+        return {name: total / count for name, (total, count) in self._sums.items()}
+
+
+class LossGuard:
+    """Watches the losses of a run: stops it at the first that is not finite or, under fp16, counts the skipped steps.
+
+    Under fp16 the gradient scaler has already left such a step out, and lowers its scale until the steps fit again.
+    Only a long unbroken series of them means that the weights themselves are lost.
+    """
+
+    MAX_SKIPPED_IN_A_ROW = 100
+
+    def __init__(self, skip: bool):
+        self.skip = skip
+        self.skipped = self._in_a_row = 0
+        self._last_finite = "none yet"
+
+    def check(self, step: int, losses: Mapping[str, float]) -> bool:
+        """Whether the losses of `step` are all finite."""
+        text = ", ".join(f"{name} {value:.4g}" for name, value in losses.items())
+        if all(math.isfinite(value) for value in losses.values()):
+            self._last_finite, self._in_a_row = text, 0
+            return True
+        self.skipped += 1
+        self._in_a_row += 1
+        if not self.skip or self._in_a_row > self.MAX_SKIPPED_IN_A_ROW:
+            raise TrainingDiverged(
+                f"the loss is not finite at step {step} ({text}); the last finite losses were: {self._last_finite}. "
+                "Checkpoints written before are untouched. Try a lower --blr, --clip_grad 1, or --amp off"
+            )
+        return False
+
+
+class Progress:
+    """A tqdm bar on a terminal; where output goes to a file, a plain line for each report. Both tell the time left."""
+
+    def __init__(self, header: str, total: int, images_per_iteration: int):
+        self.header, self.total, self.images = header, total, images_per_iteration
+        self.done = self._reported = 0
+        self._start = self._last = time.monotonic()
+        on_terminal = sys.stdout.isatty() and sys.stderr.isatty()
+        self.bar = tqdm(total=total, desc=header, unit="it", leave=False, disable=not on_terminal)
+
+    def advance(self) -> None:
+        self.done += 1
+        self.bar.update()
+
+    def images_per_second(self) -> float:
+        """Since the last call."""
+        now = time.monotonic()
+        rate = self.images * (self.done - self._reported) / max(now - self._last, 1e-9)
+        self._last, self._reported = now, self.done
+        return rate
+
+    def report(self, values: Mapping[str, float]) -> None:
+        shown = {name: f"{value:.4g}" for name, value in values.items()}
+        if not self.bar.disable:
+            self.bar.set_postfix(shown)
+            return
+        left = (time.monotonic() - self._start) / self.done * (self.total - self.done)
+        eta = datetime.timedelta(seconds=int(left))
+        text = "  ".join(f"{name}: {value}" for name, value in shown.items())
+        logger.info("%s [%d/%d]  eta: %s  %s", self.header, self.done, self.total, eta, text)
+
+    def close(self) -> None:
+        self.bar.close()
+
+
+class EpochLog:
+    """Collects the values of an epoch's iterations and reports them every LOG_INTERVAL, with one sync each time."""
+
+    def __init__(
+        self, epoch: int, iterations: int, loss_guard: LossGuard, log_writer: SummaryWriter | None, batch_size: int
+    ):
+        self.epoch, self.iterations = epoch, iterations
+        self.loss_guard, self.log_writer = loss_guard, log_writer
+        self.buffer, self.averages = MetricBuffer(), Averages()
+        self.settings: dict[int, dict[str, float]] = {}
+        self.progress = Progress(f"epoch {epoch}", iterations, batch_size)
+
+    def add(
+        self,
+        iteration: int,
+        losses: dict[str, torch.Tensor],
+        settings: dict[str, float],
+        mask: torch.Tensor,
+        keep_prob: torch.Tensor | None,
+    ) -> None:
+        self.progress.advance()
+        due = (iteration + 1) % LOG_INTERVAL == 0 or iteration + 1 == self.iterations
+        values = dict(losses)
+        if due:  # the masks' health is sampled from one batch of each interval
+            health = mask_health(mask, None if keep_prob is None else keep_prob.detach())
+            values |= {f"mask/{name}": value for name, value in health.items()}
+            values["mask/removed_error"] = losses["loss"]
+        self.buffer.add(iteration, values)
+        self.settings[iteration] = settings
+        if due:
+            self.report()
+
+    def report(self) -> None:
+        interval = Averages()
+        for iteration, values in self.buffer.fetch():
+            step = self.epoch * self.iterations + iteration
+            losses = {name: value for name, value in values.items() if not name.startswith("mask/")}
+            if self.loss_guard.check(step, losses):
+                values |= self.settings[iteration]
+                interval.update(values)
+                self.averages.update(values)
+        self.settings.clear()
+        means = interval.means()
+        if self.loss_guard.skipped:
+            means["skipped_steps"] = self.loss_guard.skipped
+        rate = self.progress.images_per_second()
+        if self.log_writer is not None:
+            # Upstream's axis: thousandths of an epoch, so that curves of different batch sizes lie over each other.
+            at = int((self.epoch + self.progress.done / self.iterations) * 1000)
+            for name, value in {**means, "images_per_second": rate}.items():
+                self.log_writer.add_scalar({"loss": "train_loss"}.get(name, name), value, at)
+        shown = ("loss", "cmm/loss", "cmm/lambda_cl", "mask/visible", "mask/distinct", "mask/decisive", "skipped_steps")
+        brief = {name.split("/")[-1] if "mask" in name else name: means[name] for name in shown if name in means}
+        self.progress.report({**brief, "images/s": rate})
+
+    def close(self) -> dict[str, float]:
+        self.progress.close()
+        return self.averages.means()
