@@ -30,6 +30,7 @@ from util.datasets import DATA_SETS, MODES, ImageLoader, build_pretrain_loader
 from util.misc import (
     ArgumentParser,
     NativeScalerWithGradNormCount,
+    TrainingDiverged,
     UserError,
     amp_dtype,
     derive_seed,
@@ -192,6 +193,8 @@ def check_args(args: Namespace) -> None:
     cmm_blr = args.blr if args.cmm_blr is None else args.cmm_blr
     args.cmm_lr = cmm_blr * batch / 256 if args.lr is None or args.cmm_blr is not None else args.lr
     args.lr = args.blr * batch / 256 if args.lr is None else args.lr
+    if args.warmup_epochs >= args.epochs:
+        logger.warning("--warmup_epochs %d fills the whole run of %d epochs", args.warmup_epochs, args.epochs)
     if args.log_dir == DEFAULT_OUTPUT_DIR:
         args.log_dir = args.output_dir
 
@@ -279,6 +282,13 @@ def resume(state: TrainingState, args: Namespace) -> int:
 
 
 def save(state: TrainingState, epoch: int, step: int, args: Namespace) -> None:
+    """Write checkpoint-N.pth, unless the weights are lost: the last update's damage shows in no loss yet."""
+    for network in (state.model, state.cmm):
+        if network is not None and not all(p.isfinite().all() for p in network.parameters()):
+            raise TrainingDiverged(
+                f"weights are not finite after epoch {epoch}; checkpoints written before are untouched. "
+                "Try a lower --blr, --clip_grad 1, or --amp off"
+            )
     path = Path(args.output_dir) / f"checkpoint-{epoch}.pth"
     ckpt.save_checkpoint(path, {**state.state_dict(), "epoch": epoch, "step": step, "args": vars(args)})
 

@@ -1,0 +1,63 @@
+"""What the tests share: upstream's figures, a tiny model, and a small tensor of shapes."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from models_mae import MaskedAutoencoderViT
+from util.datasets import pixel_statistics
+from util.shapes import ShapesDataset
+
+DATA = Path(__file__).parent / "data"
+
+
+@pytest.fixture(scope="session")
+def golden() -> dict[str, torch.Tensor]:
+    """Figures of a tiny upstream MAE: weights, images, noise, and what it made of them."""
+    with np.load(DATA / "mae_tiny.npz") as file:
+        return {name: torch.from_numpy(file[name]) for name in file.files}
+
+
+@pytest.fixture(scope="session")
+def golden_util() -> dict[str, np.ndarray]:
+    """Figures of upstream's schedules, optimizer and position embeddings."""
+    with np.load(DATA / "util.npz") as file:
+        return {name: file[name] for name in file.files}
+
+
+@pytest.fixture(scope="session")
+def upstream_flags() -> dict:
+    return json.loads((DATA / "cli.json").read_text())
+
+
+@pytest.fixture(scope="session")
+def upstream_shapes() -> dict[str, dict[str, list[int]]]:
+    return json.loads((DATA / "state_dict_shapes.json").read_text())
+
+
+@pytest.fixture
+def golden_mae(golden):
+    """Builds the tiny MAE with upstream's weights: 16 patches of 8 px."""
+
+    def build(norm_pix_loss: bool = False) -> MaskedAutoencoderViT:
+        norm_layer = partial(nn.LayerNorm, eps=1e-6)
+        model = MaskedAutoencoderViT(32, 8, 3, 32, 2, 4, 16, 1, 4, 4, norm_layer, norm_pix_loss)
+        model.load_state_dict({name[8:]: value for name, value in golden.items() if name.startswith("weights/")})
+        return model
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def shapes() -> tuple[torch.Tensor, torch.Tensor]:
+    """2,000 normalised images [N, 3, 32, 32], and which of their 4 px patches [N, 64] an object's outline crosses."""
+    pixels, objects = zip(*map(ShapesDataset((32, 32), 2000).render, range(2000)), strict=True)
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in pixel_statistics(3))
+    imgs = (torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2) / 255 - mean) / std
+    covered = torch.from_numpy(np.stack(objects)).float().view(-1, 8, 4, 8, 4).mean(dim=(2, 4)).flatten(1)
+    return imgs, (covered > 0) & (covered < 1)

@@ -1,0 +1,228 @@
+"""Where images come from, that a sample is a function of (seed, epoch, index), and what happens to damaged files."""
+
+import logging
+import struct
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from main_pretrain import check_args, get_args_parser
+from util.datasets import (
+    EpochBatches,
+    build_eval_dataset,
+    build_pretrain_loader,
+    build_source,
+    pixel_statistics,
+)
+from util.misc import UserError
+
+
+def parse(*flags):
+    args = get_args_parser().parse_args(
+        ["--model", "mae_vit_micro_patch4", "--input_size", "32", "--num_workers", "0", *map(str, flags)]
+    )
+    check_args(args)
+    return args
+
+
+def write_image(path, value=128, mode="RGB", size=(40, 40)):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new(mode, size, value if mode in ("L", "1") else (value,) * len(mode)).save(path)
+
+
+@pytest.fixture
+def class_folders(tmp_path):
+    """train/{a..f} with 4 images each, val/{a..f} with 2."""
+    for split, number in (("train", 4), ("val", 2)):
+        for name in "abcdef":
+            for i in range(number):
+                write_image(tmp_path / split / name / f"{i}.png", value=10 * i)
+    return tmp_path
+
+
+def batches(args, epochs=(0,)):
+    loader = build_pretrain_loader(args)
+    for epoch in epochs:
+        loader.set_epoch(epoch)
+        yield from loader
+
+
+def test_number_of_workers_changes_nothing():
+    flags = ("--data_set", "shapes", "--shapes_images", 40, "--batch_size", 8)
+    none = list(batches(parse(*flags), epochs=(0, 1)))
+    two = list(batches(parse(*flags, "--num_workers", 2), epochs=(0, 1)))
+    assert len(none) == len(two) == 10
+    for (imgs, labels), (imgs2, labels2) in zip(none, two, strict=True):
+        assert torch.equal(imgs, imgs2)
+        assert torch.equal(labels, labels2)
+
+
+def test_a_sample_depends_on_seed_epoch_and_index_alone():
+    flags = ("--data_set", "shapes", "--shapes_images", 20)
+    dataset = build_pretrain_loader(parse(*flags, "--batch_size", 1)).dataset
+    first = dataset[3, 7][0]
+    torch.rand(100)
+    dataset[0, 1]
+    assert torch.equal(dataset[3, 7][0], first)
+    assert not torch.equal(dataset[4, 7][0], first)
+    other_seed = build_pretrain_loader(parse(*flags, "--batch_size", 1, "--seed", 1)).dataset
+    assert not torch.equal(other_seed[3, 7][0], first)
+
+
+def test_loading_draws_nothing_from_the_global_generator():
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    list(batches(parse("--data_set", "shapes", "--shapes_images", 8, "--batch_size", 4)))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_ranks_share_the_global_batches_of_one_process():
+    whole = list(EpochBatches(103, 8, seed=3))
+    halves = [list(EpochBatches(103, 4, seed=3, rank=rank, world_size=2)) for rank in range(2)]
+    assert len(whole) == len(halves[0]) == 12
+    assert [a + b for a, b in zip(*halves, strict=True)] == whole
+    sampler = EpochBatches(103, 8, seed=3)
+    seen = {index for batch in sampler for _, index in batch}
+    assert len(seen) == 96, "no image twice in an epoch"
+    sampler.epoch = 1
+    assert list(sampler) != whole
+
+
+def test_class_folders(class_folders):
+    args = parse("--data_path", class_folders)
+    train, val = build_source(args, "train"), build_source(args, "val")
+    assert (len(train), len(val), train.classes) == (24, 12, list("abcdef"))
+    assert [label for _, label in train.samples] == sorted(list(range(6)) * 4)
+    # The classes may also lie directly in the folder.
+    assert len(build_source(parse("--data_path", class_folders / "train"), "train")) == 24
+
+
+def test_flat_folder_needs_no_classes(tmp_path):
+    for i in range(3):
+        write_image(tmp_path / f"{i}.JPG")
+    (tmp_path / "notes.txt").write_text("not an image")
+    (tmp_path / "empty").mkdir()
+    source = build_source(parse("--data_path", tmp_path), "train")
+    assert (len(source), source.classes) == (3, [])
+
+
+def test_random_choice_of_classes(class_folders):
+    def chosen(*flags):
+        return build_source(parse("--data_path", class_folders, *flags), "train").classes
+
+    three = chosen("--num_classes", 3)
+    assert len(three) == 3
+    assert three == sorted(three) == chosen("--num_classes", 3)
+    assert len({tuple(chosen("--num_classes", 3, "--class_seed", seed)) for seed in range(10)}) > 1
+    assert build_source(parse("--data_path", class_folders, "--num_classes", 3), "val").classes == three
+    with pytest.raises(UserError, match="--num_classes 7: choose from 1 to 6"):
+        chosen("--num_classes", 7)
+
+
+def test_class_list(class_folders, tmp_path):
+    names = tmp_path / "names.txt"
+    names.write_text("e\n\nb\n")
+    args = parse("--data_path", class_folders, "--class_list", names)
+    assert build_source(args, "train").classes == ["b", "e"]
+    names.write_text("e\nzebra\n")
+    with pytest.raises(UserError, match="zebra"):
+        build_source(args, "train")
+    with pytest.raises(UserError, match=r"--class_list .*No such file"):
+        build_source(parse("--data_path", class_folders, "--class_list", tmp_path / "none"), "train")
+
+
+def test_fashion_mnist_files(tmp_path):
+    raw = tmp_path / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    for name, number in (("train", 5), ("t10k", 3)):
+        images = np.arange(number * 784, dtype=np.int64).astype(np.uint8)
+        header = struct.pack(">4B3i", 0, 0, 8, 3, number, 28, 28)
+        (raw / f"{name}-images-idx3-ubyte").write_bytes(header + images.tobytes())
+        (raw / f"{name}-labels-idx1-ubyte").write_bytes(struct.pack(">4Bi", 0, 0, 8, 1, number) + bytes(range(number)))
+    flags = ("--data_set", "fashion_mnist", "--data_path", tmp_path)
+    assert len(build_eval_dataset(parse(*flags), "val")) == 3
+    colour, label, _ = build_eval_dataset(parse(*flags), "train")[0, 4]
+    grey, _, _ = build_eval_dataset(parse(*flags, "--in_chans", 1), "train")[0, 4]
+    assert (colour.shape, grey.shape, label) == ((3, 32, 32), (1, 32, 32), 4)
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar100", "stl10", "fashion_mnist"])
+def test_absent_torchvision_set_says_how_to_get_it(tmp_path, name):
+    with pytest.raises(UserError, match=f"--data_set {name} is not in .*--download"):
+        build_source(parse("--data_set", name, "--data_path", tmp_path), "train")
+
+
+def test_images_are_normalised_as_upstream(tmp_path):
+    write_image(tmp_path / "a.png", value=255)
+    image, _, _ = build_eval_dataset(parse("--data_path", tmp_path), "train")[0, 0]
+    expected = (1 - torch.tensor([0.485, 0.456, 0.406])) / torch.tensor([0.229, 0.224, 0.225])
+    assert torch.allclose(image, expected.view(3, 1, 1).expand(3, 32, 32), atol=1e-6)
+    assert [len(values) for values in pixel_statistics(4)] == [4, 4]
+
+
+@pytest.mark.parametrize(("size", "expected"), [(224, (256, 224)), (384, (384, 384)), (32, (36, 32))])
+def test_evaluation_crops_the_centre_as_upstream(size, expected):
+    transform = build_eval_dataset(parse("--data_set", "shapes", "--input_size", size), "train").transform
+    resize, crop = transform.transforms[:2]
+    assert (resize.size, tuple(crop.size)) == ([expected[0]], (expected[1], expected[1]))
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "CMYK", "1"])
+@pytest.mark.parametrize("in_chans", [1, 3, 4])
+def test_any_kind_of_image_gets_the_asked_channels(tmp_path, mode, in_chans):
+    write_image(tmp_path / ("a.tif" if mode == "CMYK" else "a.png"), mode=mode, value=1)
+    image, _, bad = build_eval_dataset(parse("--data_path", tmp_path, "--in_chans", in_chans), "train")[0, 0]
+    assert image.shape == (in_chans, 32, 32)
+    assert not bad
+
+
+def test_non_square_input(tmp_path):
+    write_image(tmp_path / "a.png", size=(50, 20))
+    args = parse("--data_path", tmp_path, "--input_size", 16, 32, "--batch_size", 1)
+    assert build_eval_dataset(args, "train")[0, 0][0].shape == (3, 16, 32)
+    assert next(iter(batches(args)))[0].shape == (1, 3, 16, 32)
+
+
+@pytest.fixture
+def clmae_log(caplog):
+    logger = logging.getLogger("clmae")
+    logger.propagate = True
+    yield caplog
+    logger.propagate = False
+
+
+def test_unreadable_images_are_named_replaced_and_counted(class_folders, clmae_log):
+    (class_folders / "train" / "a" / "0.png").write_bytes(b"not a picture")
+    jpeg = class_folders / "train" / "b" / "cut.jpg"
+    write_image(jpeg, size=(200, 200))
+    jpeg.write_bytes(jpeg.read_bytes()[:600])
+    args = parse("--data_path", class_folders, "--batch_size", 25)
+    loader = build_pretrain_loader(args)
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        for imgs, _ in loader:
+            assert torch.isfinite(imgs).all()
+    assert len(loader.bad_images) == 2
+    assert clmae_log.text.count("unreadable image") == 2, "each is named once"
+    assert "a/0.png" in clmae_log.text
+    assert "b/cut.jpg" in clmae_log.text
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_too_many_unreadable_images_end_the_run(class_folders, workers):
+    for path in (class_folders / "train").glob("[abc]/*.png"):
+        path.write_bytes(b"")
+    flags = ("--data_path", class_folders, "--batch_size", 24, "--num_workers", workers)
+    assert len(list(batches(parse(*flags, "--max_bad_images", 12)))) == 1
+    with pytest.raises(UserError, match="more than --max_bad_images 3 allows"):
+        list(batches(parse(*flags, "--max_bad_images", 3)))
+    with pytest.raises(UserError, match="more than --max_bad_images 0 allows"):
+        list(batches(parse(*flags, "--max_bad_images", 0)))
+
+
+def test_no_readable_image_at_all(tmp_path):
+    (tmp_path / "only.jpg").write_bytes(b"")
+    with pytest.raises(UserError, match="none of the 1 images can be read"):
+        list(batches(parse("--data_path", tmp_path, "--batch_size", 1)))

@@ -1,0 +1,232 @@
+"""The two-step iteration: who changes when, what is computed for whom, and how often."""
+
+import itertools
+
+import pytest
+import torch
+
+from engine_pretrain import cmm_losses, frozen, hard_masking, soft_error, train_one_epoch
+from main_pretrain import build_state, check_args, get_args_parser
+from util.datasets import build_pretrain_loader
+from util.misc import NativeScalerWithGradNormCount, TrainingDiverged
+from util.progress import LossGuard
+
+
+def setup(*flags):
+    args = get_args_parser().parse_args(
+        [
+            *("--model", "mae_vit_micro_patch4", "--input_size", "16", "--norm_pix_loss", "--data_set", "shapes"),
+            *("--shapes_images", "32", "--batch_size", "8", "--epochs", "2", "--warmup_epochs", "0", "--lr", "1e-3"),
+            *("--num_workers", "0", "--cmm_depth", "1", "--output_dir", "", *map(str, flags)),
+        ]
+    )
+    check_args(args)
+    return args, build_state(args, torch.device("cpu")), build_pretrain_loader(args)
+
+
+def train(args, state, loader, epoch=0, guard=None):
+    return train_one_epoch(
+        state.model,
+        loader,
+        state.optimizer,
+        torch.device("cpu"),
+        epoch,
+        state.scaler,
+        cmm=state.cmm,
+        optimizer_cmm=state.optimizer_cmm,
+        loss_scaler_cmm=state.scaler_cmm,
+        loss_guard=guard or LossGuard(skip=args.amp == "fp16"),
+        args=args,
+    )
+
+
+def weights(network):
+    return torch.cat([p.detach().flatten() for p in network.parameters()]).clone()
+
+
+class Witness(NativeScalerWithGradNormCount):
+    """Notes, around a step, which of the two networks changed and whether the other one has gradients."""
+
+    def __init__(self, state):
+        super().__init__("cpu", enabled=False)
+        self.networks = {"mae": state.model, "cmm": state.cmm}
+        self.changed, self.with_gradient = [], []
+
+    def __call__(self, loss, optimizer, *args, update_grad=True):
+        before = {name: weights(network) for name, network in self.networks.items()}
+        loss.backward()
+        self.with_gradient.append(
+            {name for name, net in self.networks.items() if any(p.grad is not None for p in net.parameters())}
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+        after = {name: weights(network) for name, network in self.networks.items()}
+        self.changed.append({name for name in before if not torch.equal(before[name], after[name])})
+
+
+class PoisonedLoader:
+    """Passes a loader's batches on, with the images of chosen iterations not finite."""
+
+    def __init__(self, loader, poisoned, batches=None):
+        self.batches, self.length, self.poisoned = batches or loader, len(loader), poisoned
+        self.set_epoch = loader.set_epoch
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        for i, (imgs, labels) in enumerate(self.batches):
+            yield (imgs * torch.inf if i in self.poisoned else imgs), labels
+
+
+def test_each_step_changes_its_own_network_and_computes_gradients_for_no_other():
+    args, state, loader = setup()
+    state.scaler, state.scaler_cmm = Witness(state), Witness(state)
+    calls = []
+    state.cmm.register_forward_hook(lambda *_: calls.append(1))
+    train(args, state, loader)
+    assert state.scaler.changed == [{"mae"}] * 4
+    assert state.scaler_cmm.changed == [{"cmm"}] * 4
+    assert state.scaler.with_gradient == [{"mae"}] * 4
+    assert state.scaler_cmm.with_gradient == [{"cmm"}] * 4
+    assert len(calls) == 4, "one forward of the CMM per iteration"
+
+
+def test_frozen_gives_the_weights_back():
+    _, state, _ = setup()
+    trainable = [name for name, p in state.model.named_parameters() if p.requires_grad]
+    with pytest.raises(KeyError), frozen(state.model):
+        assert not any(p.requires_grad for p in state.model.parameters())
+        raise KeyError
+    assert [name for name, p in state.model.named_parameters() if p.requires_grad] == trainable
+
+
+def test_joint_loss_weighs_its_parts():
+    args, state, loader = setup("--lambda_gauss", 3, "--lambda_kl", 5, "--lambda_div", 7)
+    imgs, _ = next(iter(loader))
+    keep_prob = state.cmm(imgs)
+    losses = cmm_losses(keep_prob, soft_error(state.model, imgs, keep_prob), -0.5, args)
+    parts = {name.split("/")[1]: value.item() for name, value in losses.items()}
+    assert parts["loss"] == pytest.approx(
+        parts["curriculum"] + 3 * parts["gauss"] + 5 * parts["kl"] + 7 * parts["div"], rel=1e-5
+    )
+    assert parts["curriculum"] < 0
+
+
+def test_what_stays_visible():
+    args, _, _ = setup("--mask_ratio", 0.6)
+    keep_prob = torch.rand(3, 10)
+    imgs = torch.zeros(3, 3, 16, 16)
+    assert torch.equal(hard_masking(imgs, keep_prob, 10, 0, 0, args)["visible"], keep_prob >= 0.5)
+
+    args, state, loader = setup("--select", "topk", "--mask_ratio", 0.6)
+    imgs, _ = next(iter(loader))
+    keep_prob = state.cmm(imgs)  # 16 patches, int(16 * 0.4) = 6 stay
+    _, _, mask = state.model(imgs, 0.6, **hard_masking(imgs, keep_prob, 16, 0, 0, args))
+    largest = keep_prob.topk(6).indices
+    assert torch.equal((mask == 0).sum(dim=1), torch.full((8,), 6))
+    assert (mask.gather(1, largest) == 0).all()
+
+
+def test_random_masks_are_a_function_of_seed_epoch_and_iteration():
+    args, _, _ = setup("--masking", "random")
+    imgs = torch.zeros(3, 3, 16, 16)
+    draws = [
+        hard_masking(imgs, None, 16, epoch, iteration, args)["noise"] for epoch, iteration in [(0, 0), (0, 1), (1, 0)]
+    ]
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(draws, 2))
+    torch.rand(10)
+    assert torch.equal(hard_masking(imgs, None, 16, 0, 1, args)["noise"], draws[1])
+
+
+@pytest.mark.parametrize("masking", ["curriculum", "random"])
+def test_accumulation_averages_over_micro_batches(masking):
+    """One update from two micro-batches equals one from the mean of their losses."""
+    args, state, loader = setup("--masking", masking, "--accum_iter", 2, "--batch_size", 16)
+    _, expected, _ = setup("--masking", masking, "--accum_iter", 2, "--batch_size", 16)
+    total = 0
+    for i, (imgs, _) in enumerate(loader):
+        keep_prob = expected.cmm(imgs) if expected.cmm else None
+        total = total + expected.model(imgs, args.mask_ratio, **hard_masking(imgs, keep_prob, 16, 0, i, args))[0] / 2
+    expected.scaler(total, expected.optimizer)
+    train(args, state, loader)
+    assert torch.allclose(weights(state.model), weights(expected.model), atol=1e-6)
+    assert not torch.allclose(weights(state.model), weights(build_state(args, torch.device("cpu")).model), atol=1e-6)
+
+
+def test_incomplete_accumulation_is_left_out():
+    args, state, loader = setup("--accum_iter", 3)  # 4 micro-batches: one update, one left over
+    state.scaler = Witness(state)
+    stats = train(args, state, loader)
+    assert len(state.scaler.changed) == 3
+    assert stats["cmm/lambda_cl"] == 1.0, "the schedule counts updates: this is the first of two"
+
+
+def test_curriculum_falls_over_the_run_and_can_be_switched_off():
+    args, state, loader = setup("--lambda_cl_end", -1)
+    stats = [train(args, state, loader, epoch) for epoch in range(2)]  # 4 steps each: 1, 0.75, 0.5, 0.25; 0, ...
+    assert [s["cmm/lambda_cl"] for s in stats] == pytest.approx([0.625, -0.375])
+    args, state, loader = setup("--no_curriculum")
+    stats = train(args, state, loader)
+    assert stats["cmm/lambda_cl"] == stats["cmm/curriculum"] == 0
+
+
+def test_learning_rates_follow_their_schedules():
+    args, state, loader = setup("--warmup_epochs", 1)
+    first, second = (train(args, state, loader, epoch) for epoch in range(2))
+    assert first["lr"] == first["cmm/lr"] == pytest.approx(1e-3 * (0 + 0.25 + 0.5 + 0.75) / 4)
+    assert second["cmm/lr"] == pytest.approx(1e-3), "constant after warm-up"
+    assert second["lr"] < 0.7e-3, "half a cosine"
+    args, state, loader = setup("--warmup_epochs", 1, "--cmm_schedule", "cosine")
+    second = train(args, state, loader, 1)
+    assert second["cmm/lr"] == second["lr"]
+
+
+@pytest.mark.parametrize("flags", [("--masking", "random"), ("--select", "topk")])
+def test_no_step_waits_for_the_device(monkeypatch, flags):
+    """Values leave the device once per report, and nothing else does. (With --select threshold the length of the
+    sequence does too, once per step: there is no other way to know it.)"""
+    args, state, loader = setup(*flags, "--batch_size", 2)
+    loader = PoisonedLoader(loader, set(), batches=list(loader))  # what the loader does is on the host anyway
+    waits = []
+    for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__"):
+        original = getattr(torch.Tensor, name)
+
+        def spy(tensor, *args, _name=name, _original=original, **kwargs):
+            waits.append(_name)
+            return _original(tensor, *args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, name, spy)
+    train(args, state, loader)  # 16 iterations, one report
+    assert waits == ["tolist"]
+
+
+@pytest.mark.parametrize("amp", ["bf16", "fp16"])
+def test_mixed_precision_computes_the_losses_in_float32(amp):
+    args, state, loader = setup("--amp", amp)
+    dtypes = set()
+    for scaler in (state.scaler, state.scaler_cmm):
+        original = scaler._scaler.scale
+        scaler._scaler.scale = lambda loss, original=original: (dtypes.add(loss.dtype), original(loss))[1]
+    stats = train(args, state, loader)
+    assert dtypes == {torch.float32}
+    args, state, loader = setup("--amp", "off")
+    exact = train(args, state, loader)
+    assert stats["loss"] == pytest.approx(exact["loss"], rel=0.05)
+    assert stats["loss"] != exact["loss"], "mixed precision was in use"
+
+
+def test_loss_that_is_not_finite_stops_the_run():
+    args, state, loader = setup()
+    with pytest.raises(TrainingDiverged, match=r"step 2 .*last finite losses were: loss [\d.]+, cmm/loss"):
+        train(args, state, PoisonedLoader(loader, {2}))
+
+
+def test_under_fp16_the_step_is_skipped_and_counted():
+    args, state, loader = setup("--amp", "fp16")
+    guard = LossGuard(skip=True)
+    stats = train(args, state, PoisonedLoader(loader, {1, 2}), guard=guard)
+    assert guard.skipped == 2
+    assert torch.isfinite(weights(state.model)).all()
+    assert torch.isfinite(weights(state.cmm)).all()
+    assert 0 < stats["loss"] < 10
