@@ -3,6 +3,7 @@
 # The environment in .venv is built from the requirements files and rebuilt only when they change.
 
 PYTHON ?= python3
+JOBS ?= 2
 VENV := .venv
 STAMP := $(VENV)/.installed
 
@@ -11,7 +12,7 @@ demo: $(STAMP)
 	./demo.sh $(VENV)/bin/python
 
 test: $(STAMP) lint
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .

@@ -15,6 +15,8 @@ from util.shapes import ShapesDataset
 
 DATA = Path(__file__).parent / "data"
 
+torch.set_num_threads(1)  # small models: two test processes with a thread each beat one with two
+
 
 @pytest.fixture(scope="session")
 def golden() -> dict[str, torch.Tensor]:

@@ -1,5 +1,5 @@
-"""The method works: masks stay healthy, the module is a partner at first and an adversary at the end, and what each loss
-is for shows when it is switched off. Small networks on the built-in shapes, a few hundred iterations each."""
+"""The method works: masks stay healthy, the module is a partner first and an adversary last, and what a loss is for
+shows when it is switched off. Small networks on the built-in shapes, a few hundred iterations each."""
 
 from argparse import Namespace
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ WEIGHTS = dict(lambda_gauss=10.0, lambda_kl=1.0, lambda_div=2.0, mask_ratio=0.75
 
 
 class Duel:
-    """An MAE and a CMM on 32 px shapes in 64 patches, trained by the engine's own steps; figures from held-out images."""
+    """An MAE and a CMM on shapes in 64 patches, trained by the engine's own functions; figures from held-out images."""
 
     def __init__(self, shapes, norm_pix_loss: bool, cmm_lr: float, **weights):
         imgs, outline = shapes
@@ -77,34 +77,41 @@ def test_masks_are_on_ratio_diverse_and_decisive(shapes, mask_ratio):
     assert figures.decisive >= 0.8
 
 
+# The Gaussian loss holds a decided Z where it is: at the method's weight of 10 it takes more iterations than a test has
+# until the curriculum moves one across 0.5. At a weight of 1 the curriculum shows within minutes.
+LOOSE = dict(norm_pix_loss=False, cmm_lr=1e-3, lambda_gauss=1.0)
+
+
 def test_held_as_a_partner_it_hides_what_is_easy(shapes):
-    figures = Duel(shapes, norm_pix_loss=False, cmm_lr=3e-4).train([1.0] * 450).figures()
-    assert figures.error < 0.95
-    assert figures.outline < 0.97
+    figures = Duel(shapes, **LOOSE).train([1.0] * 300).figures()
+    assert figures.error < 0.9
+    assert figures.outline < 0.95
 
 
 def test_held_as_an_adversary_it_hides_what_is_hard(shapes):
-    figures = Duel(shapes, norm_pix_loss=False, cmm_lr=3e-4).train([-1.0] * 450).figures()
-    assert figures.error > 1.04
-    assert figures.outline > 1.03
+    figures = Duel(shapes, **LOOSE).train([-1.0] * 300).figures()
+    assert figures.error > 1.1
+    assert figures.outline > 1.05
 
 
 def test_over_a_run_the_partner_turns_adversary(shapes):
-    duel = Duel(shapes, norm_pix_loss=False, cmm_lr=3e-4)
+    duel = Duel(shapes, **LOOSE)
     weights = schedule(1000, end=-1.0)
     neutral = duel.train(weights[:500]).figures()
     end = duel.train(weights[500:]).figures()
-    assert neutral.error < 0.95, "a partner until the weight passes zero"
+    assert neutral.error < 0.9, "a partner until the weight passes zero"
     assert end.error > neutral.error + 0.08
-    assert end.outline > neutral.outline + 0.03
+    assert end.outline > neutral.outline + 0.05
 
 
-@pytest.mark.parametrize(("weight", "low", "high"), [(1.0, 0.6, 1.0), (-1.0, 0.0, 0.45)], ids=["partner", "adversary"])
-def test_without_kl_the_ratio_leaves_its_target(shapes, weight, low, high):
-    """Aimed at half of the tokens: a partner shows more, an adversary less."""
-    duel = Duel(shapes, norm_pix_loss=True, cmm_lr=1e-3, lambda_kl=0.0, mask_ratio=0.5).train([weight] * 250)
-    visible = [duel.train([weight] * 25).figures().visible for _ in range(4)]
-    assert low < sum(visible) / 4 < high
+@pytest.mark.parametrize(("weight", "direction"), [(1.0, 1), (-1.0, -1)], ids=["partner", "adversary"])
+def test_without_kl_the_ratio_leaves_its_target(shapes, weight, direction):
+    """From masks that are on ratio: a partner begins to show more, an adversary less."""
+    duel = Duel(shapes, **LOOSE).train([0.0] * 150)
+    assert duel.figures().visible == pytest.approx(0.25, abs=0.03)
+    duel.args.lambda_kl = 0.0
+    visible = duel.train([weight] * 100).figures().visible
+    assert direction * (visible - 0.25) > 0.05
 
 
 def test_without_diversity_masks_become_alike(shapes):

@@ -32,12 +32,13 @@ def test_guard_stops_at_the_first_loss_that_is_not_finite():
 
 def test_guard_counts_skipped_steps_and_gives_up_on_a_lost_run():
     guard = LossGuard(skip=True)
-    for step in range(50):
+    for step in range(51):
         assert guard.check(step, {"loss": math.inf if step % 2 else 1.0}) == (step % 2 == 0)
     assert guard.skipped == 25
+    for step in range(LossGuard.MAX_SKIPPED_IN_A_ROW):
+        guard.check(step, {"loss": math.nan})
     with pytest.raises(TrainingDiverged):
-        for step in range(200):
-            guard.check(step, {"loss": math.nan})
+        guard.check(1000, {"loss": math.nan})
 
 
 def test_plain_lines_where_output_is_not_a_terminal(caplog):

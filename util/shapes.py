@@ -64,8 +64,8 @@ class ShapesDataset:
         rng = np.random.default_rng(derive_seed("shapes", self.seed, self.split, index))
         x, y = self.coordinates
 
-        background = rng.uniform(60, 195, size=3)
-        contrast = rng.uniform(60, 110, size=3) * rng.choice([-1, 1], size=3)
+        background = rng.uniform(95, 150, size=3)
+        contrast = rng.uniform(80, 120, size=3) * rng.choice([-1, 1], size=3)
         colour = np.where(np.abs(background + contrast - 128) < 120, background + contrast, background - contrast)
         behind, inside = background + _waves(rng, x, y), colour + _waves(rng, x, y)
 
