@@ -16,7 +16,7 @@ echo "== MAE: random masks"
 "$python" main_pretrain.py "${common[@]}" --masking random --output_dir output_dir/demo/mae
 
 echo "== CL-MAE: masks from the curriculum masking module, first partner, then adversary"
-"$python" main_pretrain.py "${common[@]}" --masking curriculum --lambda_cl_end -1 --output_dir output_dir/demo/clmae
+"$python" main_pretrain.py "${common[@]}" --masking curriculum --output_dir output_dir/demo/clmae
 
 echo "== Last epoch"
 for run in mae clmae; do

@@ -106,12 +106,13 @@ def test_over_a_run_the_partner_turns_adversary(shapes):
 
 @pytest.mark.parametrize(("weight", "direction"), [(1.0, 1), (-1.0, -1)], ids=["partner", "adversary"])
 def test_without_kl_the_ratio_leaves_its_target(shapes, weight, direction):
-    """From masks that are on ratio: a partner begins to show more, an adversary less."""
-    duel = Duel(shapes, **LOOSE).train([0.0] * 150)
+    """From masks that are on ratio, and with patches normalised as in the paper: a partner shows more, an adversary less.
+    (Where some patches have far larger errors than others, an adversary may also show more, to hide the worst alone.)"""
+    duel = Duel(shapes, norm_pix_loss=True, cmm_lr=1e-3).train([0.0] * 200)
     assert duel.figures().visible == pytest.approx(0.25, abs=0.03)
     duel.args.lambda_kl = 0.0
-    visible = duel.train([weight] * 100).figures().visible
-    assert direction * (visible - 0.25) > 0.05
+    visible = duel.train([weight] * 200).figures().visible
+    assert direction * (visible - 0.25) > 0.04
 
 
 def test_without_diversity_masks_become_alike(shapes):
