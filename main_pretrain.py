@@ -40,7 +40,7 @@ from util.misc import (
     run,
 )
 from util.monitor import Monitor
-from util.progress import LossGuard
+from util.progress import LossGuard, brief
 
 DEFAULT_OUTPUT_DIR = "./output_dir"
 
@@ -353,10 +353,11 @@ def main(args: Namespace) -> None:
             log_writer=log_writer,
             args=args,
         )
+        figures = monitor.after_epoch(epoch, state.model, state.cmm, log_writer)
+        # The log comes before the checkpoint: what is logged twice can be dropped on resuming, a gap cannot be filled.
+        write_log(stats, figures, epoch, log_writer, args)
         if args.output_dir and ((epoch + 1) % args.save_every == 0 or epoch + 1 == args.epochs):
             save(state, epoch, (epoch + 1) * (len(data_loader) // args.accum_iter), args)
-        figures = monitor.after_epoch(epoch, state.model, state.cmm, log_writer)
-        write_log(stats, figures, epoch, log_writer, args)
         report_epoch(stats, figures, epoch, (time.monotonic() - start) / (epoch + 1 - start_epoch), args)
     logger.info("training time %s", datetime.timedelta(seconds=int(time.monotonic() - start)))
 
@@ -377,9 +378,11 @@ def describe_run(state: TrainingState, data_loader: ImageLoader, device: torch.d
     dtype = amp_dtype(args.amp, device)
     precision = str(dtype).removeprefix("torch.") if dtype else "float32"
     logger.info("%s with %s masks: %s, %s on %s", args.model, args.masking, parameters, precision, device)
+    rates = f"learning rate {args.lr:.3g}" + (f", of the CMM {args.cmm_lr:.3g}" if state.cmm is not None else "")
+    images, iterations = len(data_loader.dataset), len(data_loader)
     logger.info(
-        "%d images, batch %d x %d, %d iterations per epoch, learning rate %.3g (CMM %.3g)",
-        *(len(data_loader.dataset), args.batch_size, args.accum_iter, len(data_loader), args.lr, args.cmm_lr),
+        "%d images, batch %d x %d, %d iterations per epoch, %s",
+        *(images, args.batch_size, args.accum_iter, iterations, rates),
     )
 
 
@@ -387,11 +390,8 @@ def report_epoch(
     stats: dict[str, float], figures: dict[str, float], epoch: int, seconds: float, args: Namespace
 ) -> None:
     left = datetime.timedelta(seconds=int(seconds * (args.epochs - epoch - 1)))
-    shown = {
-        name: value for name, value in (stats | figures).items() if name not in ("lr", "cmm/lr", "mask/removed_error")
-    }
-    text = "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
-    logger.info("epoch %d done, %s left.  %s", epoch, left, text)
+    text = "  ".join(f"{name}: {value:.4g}" for name, value in brief(stats | figures).items())
+    logger.info("epoch %d done, %s left  %s", epoch, left, text)
 
 
 if __name__ == "__main__":

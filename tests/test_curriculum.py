@@ -106,8 +106,8 @@ def test_over_a_run_the_partner_turns_adversary(shapes):
 
 @pytest.mark.parametrize(("weight", "direction"), [(1.0, 1), (-1.0, -1)], ids=["partner", "adversary"])
 def test_without_kl_the_ratio_leaves_its_target(shapes, weight, direction):
-    """From masks that are on ratio, and with patches normalised as in the paper: a partner shows more, an adversary less.
-    (Where some patches have far larger errors than others, an adversary may also show more, to hide the worst alone.)"""
+    """From masks that are on ratio, with patches normalised as in the paper: a partner shows more, an adversary less.
+    (Where a few patches have far larger errors than all others, an adversary may show more, to hide those alone.)"""
     duel = Duel(shapes, norm_pix_loss=True, cmm_lr=1e-3).train([0.0] * 200)
     assert duel.figures().visible == pytest.approx(0.25, abs=0.03)
     duel.args.lambda_kl = 0.0

@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import main_pretrain
 from main_pretrain import get_args_parser, main
 from models_mae import mae_vit_micro_patch4
 from util.misc import EXIT_DIVERGED, run
@@ -141,8 +142,6 @@ def test_resumed_run_equals_an_uninterrupted_one(cli, tmp_path, monkeypatch):
         if args[4] == 2:
             raise KeyboardInterrupt
         return original(*args, **kwargs)
-
-    import main_pretrain
 
     original = main_pretrain.train_one_epoch
     with monkeypatch.context() as patch:

@@ -16,6 +16,17 @@ from util.misc import TrainingDiverged, logger
 LOG_INTERVAL = 20  # iterations between reports; in between nothing waits for the device
 
 
+SHOWN = (
+    *("loss", "cmm/loss", "cmm/lambda_cl", "mask/visible", "mask/distinct", "mask/decisive", "mask/error_vs_random"),
+    *("knn/acc1", "knn/acc5", "skipped_steps"),
+)
+
+
+def brief(values: Mapping[str, float]) -> dict[str, float]:
+    """The few figures that fit a line; all of them are in log.txt and TensorBoard."""
+    return {name: values[name] for name in SHOWN if name in values}
+
+
 class MetricBuffer:
     """Scalars of several steps, kept on the device so that no step waits for them."""
 
@@ -166,9 +177,7 @@ class EpochLog:
             at = int((self.epoch + self.progress.done / self.iterations) * 1000)
             for name, value in {**means, "images_per_second": rate}.items():
                 self.log_writer.add_scalar({"loss": "train_loss"}.get(name, name), value, at)
-        shown = ("loss", "cmm/loss", "cmm/lambda_cl", "mask/visible", "mask/distinct", "mask/decisive", "skipped_steps")
-        brief = {name.split("/")[-1] if "mask" in name else name: means[name] for name in shown if name in means}
-        self.progress.report({**brief, "images/s": rate})
+        self.progress.report({**brief(means), "images/s": rate})
 
     def close(self) -> dict[str, float]:
         self.progress.close()
