@@ -68,7 +68,7 @@ def train_one_epoch(
                 keep_prob = cmm(imgs)  # Z [N, L]
 
         # Step 1: the MAE, on what the masks leave visible.
-        masking = hard_masking(imgs, keep_prob, model.patch_embed.num_patches, epoch, i, args)
+        masking = choose_masking(imgs, keep_prob, model.patch_embed.num_patches, epoch, i, args)
         with autocast(device, amp):
             loss, _, mask = model(imgs, args.mask_ratio, **masking)
         loss_scaler(loss / args.accum_iter, optimizer, args.clip_grad, model.parameters(), update_grad=update)
@@ -91,7 +91,7 @@ def train_one_epoch(
     return log.close()
 
 
-def hard_masking(
+def choose_masking(
     imgs: torch.Tensor, keep_prob: torch.Tensor | None, num_patches: int, epoch: int, iteration: int, args: Namespace
 ) -> dict[str, torch.Tensor]:
     """The masking argument of the MAE in step 1: random, thresholded Z, or the largest Z."""

@@ -148,6 +148,12 @@ def test_fashion_mnist_files(tmp_path):
     assert (colour.shape, grey.shape, label) == ((3, 32, 32), (1, 32, 32), 4)
 
 
+def test_pretraining_on_stl10_uses_its_unlabelled_images_too(tmp_path, monkeypatch):
+    monkeypatch.setattr("torchvision.datasets.STL10", lambda root, split, download: split)
+    args = parse("--data_set", "stl10", "--data_path", tmp_path)
+    assert [build_source(args, split) for split in ("pretrain", "train", "val")] == ["train+unlabeled", "train", "test"]
+
+
 @pytest.mark.parametrize("name", ["cifar10", "cifar100", "stl10", "fashion_mnist"])
 def test_absent_torchvision_set_says_how_to_get_it(tmp_path, name):
     with pytest.raises(UserError, match=f"--data_set {name} is not in .*--download"):

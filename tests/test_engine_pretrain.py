@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from engine_pretrain import cmm_losses, frozen, hard_masking, soft_error, train_one_epoch
+from engine_pretrain import choose_masking, cmm_losses, frozen, soft_error, train_one_epoch
 from main_pretrain import build_state, check_args, get_args_parser
 from util.datasets import build_pretrain_loader
 from util.misc import NativeScalerWithGradNormCount, TrainingDiverged
@@ -92,6 +92,17 @@ def test_each_step_changes_its_own_network_and_computes_gradients_for_no_other()
     assert len(calls) == 4, "one forward of the CMM per iteration"
 
 
+def test_biases_norms_and_tokens_have_no_weight_decay():
+    _, state, _ = setup("--weight_decay", 0.3)
+    for network, optimizer in ((state.model, state.optimizer), (state.cmm, state.optimizer_cmm)):
+        decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+        for name, p in network.named_parameters():
+            if p.requires_grad:
+                exempt = p.ndim == 1 or name in ("cls_token", "mask_token")
+                assert decay[id(p)] == (0.0 if exempt else 0.3), name
+        assert {group["betas"] for group in optimizer.param_groups} == {(0.9, 0.95)}
+
+
 def test_frozen_gives_the_weights_back():
     _, state, _ = setup()
     trainable = [name for name, p in state.model.named_parameters() if p.requires_grad]
@@ -116,12 +127,12 @@ def test_what_stays_visible():
     args, _, _ = setup("--mask_ratio", 0.6)
     keep_prob = torch.rand(3, 10)
     imgs = torch.zeros(3, 3, 16, 16)
-    assert torch.equal(hard_masking(imgs, keep_prob, 10, 0, 0, args)["visible"], keep_prob >= 0.5)
+    assert torch.equal(choose_masking(imgs, keep_prob, 10, 0, 0, args)["visible"], keep_prob >= 0.5)
 
     args, state, loader = setup("--select", "topk", "--mask_ratio", 0.6)
     imgs, _ = next(iter(loader))
     keep_prob = state.cmm(imgs)  # 16 patches, int(16 * 0.4) = 6 stay
-    _, _, mask = state.model(imgs, 0.6, **hard_masking(imgs, keep_prob, 16, 0, 0, args))
+    _, _, mask = state.model(imgs, 0.6, **choose_masking(imgs, keep_prob, 16, 0, 0, args))
     largest = keep_prob.topk(6).indices
     assert torch.equal((mask == 0).sum(dim=1), torch.full((8,), 6))
     assert (mask.gather(1, largest) == 0).all()
@@ -131,11 +142,11 @@ def test_random_masks_are_a_function_of_seed_epoch_and_iteration():
     args, _, _ = setup("--masking", "random")
     imgs = torch.zeros(3, 3, 16, 16)
     draws = [
-        hard_masking(imgs, None, 16, epoch, iteration, args)["noise"] for epoch, iteration in [(0, 0), (0, 1), (1, 0)]
+        choose_masking(imgs, None, 16, epoch, iteration, args)["noise"] for epoch, iteration in [(0, 0), (0, 1), (1, 0)]
     ]
     assert not any(torch.equal(a, b) for a, b in itertools.combinations(draws, 2))
     torch.rand(10)
-    assert torch.equal(hard_masking(imgs, None, 16, 0, 1, args)["noise"], draws[1])
+    assert torch.equal(choose_masking(imgs, None, 16, 0, 1, args)["noise"], draws[1])
 
 
 @pytest.mark.parametrize("masking", ["curriculum", "random"])
@@ -146,7 +157,7 @@ def test_accumulation_averages_over_micro_batches(masking):
     total = 0
     for i, (imgs, _) in enumerate(loader):
         keep_prob = expected.cmm(imgs) if expected.cmm else None
-        total = total + expected.model(imgs, args.mask_ratio, **hard_masking(imgs, keep_prob, 16, 0, i, args))[0] / 2
+        total = total + expected.model(imgs, args.mask_ratio, **choose_masking(imgs, keep_prob, 16, 0, i, args))[0] / 2
     expected.scaler(total, expected.optimizer)
     train(args, state, loader)
     assert torch.allclose(weights(state.model), weights(expected.model), atol=1e-6)

@@ -45,10 +45,11 @@ class ImageList:
 
 
 def build_source(args: Namespace, split: str):
-    """The images of `--data_set`, split "train" or "val"."""
+    """The images of `--data_set`: split "pretrain" (labels play no part), "train" or "val"."""
     if args.data_set == "shapes":
-        num_images = args.shapes_images if split == "train" else max(args.shapes_images // 5, 1)
-        return ShapesDataset(args.input_size, num_images, split)
+        if split == "val":
+            return ShapesDataset(args.input_size, max(args.shapes_images // 5, 1), "val")
+        return ShapesDataset(args.input_size, args.shapes_images, "train")
     if not args.data_path:
         raise UserError(f"--data_set {args.data_set} needs --data_path: the folder that holds the images")
     if args.data_set == "folder":
@@ -77,11 +78,10 @@ def folder_source(args: Namespace, split: str) -> ImageList:
 def split_folder(data_path: Path, split: str) -> Path:
     if not data_path.is_dir():
         raise UserError(f"--data_path {data_path} is not a folder")
-    candidates = ("train",) if split == "train" else ("val", "test")
-    for name in candidates:
+    for name in ("val", "test") if split == "val" else ("train",):
         if (data_path / name).is_dir():
             return data_path / name
-    if split == "train":
+    if split != "val":
         return data_path
     raise UserError(f"--data_path {data_path} has no folder val or test, which an evaluation needs")
 
@@ -125,14 +125,14 @@ def read_class_list(path: str) -> list[str]:
 
 
 def torchvision_source(args: Namespace, split: str):
-    make, train, val = {
-        "cifar10": (datasets.CIFAR10, {"train": True}, {"train": False}),
-        "cifar100": (datasets.CIFAR100, {"train": True}, {"train": False}),
-        "stl10": (datasets.STL10, {"split": "train"}, {"split": "test"}),
-        "fashion_mnist": (datasets.FashionMNIST, {"train": True}, {"train": False}),
-    }[args.data_set]
+    if args.data_set == "stl10":  # most of its images have no labels, which is what it is for
+        make = datasets.STL10
+        part = {"split": {"pretrain": "train+unlabeled", "train": "train", "val": "test"}[split]}
+    else:
+        sets = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100, "fashion_mnist": datasets.FashionMNIST}
+        make, part = sets[args.data_set], {"train": split != "val"}
     try:
-        return make(args.data_path, download=args.download, **(train if split == "train" else val))
+        return make(args.data_path, download=args.download, **part)
     except RuntimeError as error:
         advice = "add --download to fetch it" if not args.download else "the download did not work"
         raise UserError(f"--data_set {args.data_set} is not in {args.data_path}: {error}; {advice}") from None
@@ -291,7 +291,7 @@ def collate(samples: list[tuple[torch.Tensor, int, list[str]]]) -> tuple[torch.T
 
 
 def build_pretrain_loader(args: Namespace) -> ImageLoader:
-    source = build_source(args, "train")
+    source = build_source(args, "pretrain")
     dataset = SeededDataset(
         source, build_pretrain_transform(args), MODES[args.in_chans], args.seed, args.max_bad_images
     )

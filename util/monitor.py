@@ -5,7 +5,7 @@ from argparse import Namespace
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from engine_pretrain import hard_masking
+from engine_pretrain import choose_masking
 from models_cmm import CurriculumMaskingModule
 from models_mae import MaskedAutoencoderViT
 from util.datasets import SeededDataset, build_eval_dataset, collate
@@ -59,7 +59,7 @@ class Monitor:
         """
         imgs, num_patches = self.watched, model.patch_embed.num_patches
         keep_prob = cmm(imgs) if cmm is not None else None
-        masking = hard_masking(imgs, keep_prob, num_patches, 0, 0, self.args)
+        masking = choose_masking(imgs, keep_prob, num_patches, 0, 0, self.args)
         loss, pred, mask = model(imgs, self.args.mask_ratio, **masking)
         if log_writer is not None:
             n = PICTURED_IMAGES
@@ -67,7 +67,7 @@ class Monitor:
             log_writer.add_image("image, Z, mask, reconstruction", picture, (epoch + 1) * 1000)
         if cmm is None:
             return {}
-        random_masking = hard_masking(imgs, None, num_patches, 0, 0, self.args)
+        random_masking = choose_masking(imgs, None, num_patches, 0, 0, self.args)
         random_loss, _, _ = model(imgs, self.args.mask_ratio, **random_masking)
         return {"mask/error_vs_random": (loss / random_loss).item()}
 
