@@ -15,25 +15,20 @@ import datetime
 import json
 import time
 from argparse import Namespace
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from timm.optim import param_groups_weight_decay
 from torch.utils.tensorboard import SummaryWriter
 
 from engine_pretrain import train_one_epoch
-from models_cmm import CurriculumMaskingModule, build_cmm
-from models_mae import MODELS, MaskedAutoencoderViT, build_mae
+from models_mae import MODELS
 from util import checkpoint as ckpt
 from util.datasets import DATA_SETS, MODES, ImageLoader, build_pretrain_loader
 from util.misc import (
     ArgumentParser,
-    NativeScalerWithGradNormCount,
     TrainingDiverged,
     UserError,
     amp_dtype,
-    derive_seed,
     logger,
     pick_device,
     refuse_many_processes,
@@ -41,6 +36,7 @@ from util.misc import (
 )
 from util.monitor import Monitor
 from util.progress import LossGuard, brief
+from util.state import TrainingState, build_state
 
 DEFAULT_OUTPUT_DIR = "./output_dir"
 
@@ -199,67 +195,6 @@ def check_args(args: Namespace) -> None:
         args.log_dir = args.output_dir
 
 
-@dataclass
-class TrainingState:
-    """Everything that training changes. For vanilla MAE the CMM's three are None."""
-
-    model: MaskedAutoencoderViT
-    optimizer: torch.optim.Optimizer
-    scaler: NativeScalerWithGradNormCount
-    cmm: CurriculumMaskingModule | None = None
-    optimizer_cmm: torch.optim.Optimizer | None = None
-    scaler_cmm: NativeScalerWithGradNormCount | None = None
-
-    def state_dict(self) -> dict[str, dict]:
-        return {name: part.state_dict() for name, part in vars(self).items() if part is not None}
-
-    def load(self, checkpoint: dict, source: str) -> None:
-        for name, part in vars(self).items():
-            if part is None:
-                continue
-            if name not in checkpoint:
-                raise UserError(
-                    f"{source} has no {name!r}; was it trained with another --masking, or not by this program?"
-                )
-            if isinstance(part, torch.nn.Module):
-                ckpt.load_weights(part, checkpoint[name], source)
-            else:
-                part.load_state_dict(checkpoint[name])
-
-
-def build_state(args: Namespace, device: torch.device) -> TrainingState:
-    """The MAE is drawn first, so that a seed gives CL-MAE and vanilla MAE the same one."""
-    torch.manual_seed(derive_seed("weights", args.seed))
-    try:
-        model = build_mae(
-            args.model, img_size=tuple(args.input_size), in_chans=args.in_chans, norm_pix_loss=args.norm_pix_loss
-        )
-    except ValueError as error:
-        raise UserError(f"--model {args.model} with --input_size {args.input_size}: {error}") from None
-    kept = int(model.patch_embed.num_patches * (1 - args.mask_ratio))
-    if not 0 < kept < model.patch_embed.num_patches:
-        raise UserError(f"--mask_ratio {args.mask_ratio} keeps {kept} of {model.patch_embed.num_patches} patches")
-    state = TrainingState(*with_optimizer(model, args.lr, args, device))
-    if args.masking == "curriculum":
-        cmm = build_cmm(model, depth=args.cmm_depth)
-        state.cmm, state.optimizer_cmm, state.scaler_cmm = with_optimizer(cmm, args.cmm_lr, args, device)
-    return state
-
-
-def with_optimizer(network: torch.nn.Module, lr: float, args: Namespace, device: torch.device) -> tuple:
-    """The network on its device, with an AdamW and a gradient scaler of its own."""
-    network.to(device)
-    if args.compile:
-        # Block by block: the first compiles in seconds and all others of its shape reuse it.
-        for module in network.modules():
-            if type(module).__name__ == "Block":
-                module.compile(dynamic=True)
-    groups = param_groups_weight_decay(network, args.weight_decay, no_weight_decay_list=network.no_weight_decay())
-    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
-    fp16 = amp_dtype(args.amp, device) == torch.float16
-    return network, optimizer, NativeScalerWithGradNormCount(device.type, enabled=fp16)
-
-
 def resume(state: TrainingState, args: Namespace) -> int:
     """Load what `--resume` names, if anything; returns the first epoch to train."""
     output_dir = Path(args.output_dir) if args.output_dir else None
@@ -276,6 +211,10 @@ def resume(state: TrainingState, args: Namespace) -> int:
                 f"--output_dir {output_dir} holds another run's checkpoints; add --resume auto to continue it, "
                 "or choose another folder"
             )
+        return args.start_epoch
+    if "optimizer" not in checkpoint and "model" in checkpoint:  # upstream's released models, for one
+        ckpt.load_weights(state.model, checkpoint["model"], source)
+        logger.info("%s holds weights alone: training starts at epoch %d", source, args.start_epoch)
         return args.start_epoch
     state.load(checkpoint, source)
     return checkpoint["epoch"] + 1

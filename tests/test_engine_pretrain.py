@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from engine_pretrain import choose_masking, cmm_losses, frozen, soft_error, train_one_epoch
-from main_pretrain import build_state, check_args, get_args_parser
+from main_pretrain import check_args, get_args_parser
 from util.datasets import build_pretrain_loader
 from util.misc import NativeScalerWithGradNormCount, TrainingDiverged
 from util.progress import LossGuard
+from util.state import build_state
 
 
 def setup(*flags):

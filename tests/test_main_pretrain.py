@@ -158,6 +158,23 @@ def test_resumed_run_equals_an_uninterrupted_one(cli, tmp_path, monkeypatch):
     assert_same_training(checkpoint(tmp_path / "whole", 2), checkpoint(tmp_path / "file", 2))
 
 
+def test_weights_alone_start_a_new_run(cli, tmp_path):
+    """A model as upstream publishes it: no optimizer, no epoch."""
+    model = mae_vit_micro_patch4(img_size=16)
+    torch.save({"model": model.state_dict()}, tmp_path / "mae.pth")
+    code, out, _ = cli(*SMALL, "--output_dir", tmp_path / "out", "--resume", tmp_path / "mae.pth", "--lr", 0)
+    assert code == 0
+    assert "holds weights alone" in out
+    trained = checkpoint(tmp_path / "out")["model"]
+    assert all(torch.equal(value, trained[key]) for key, value in model.state_dict().items())
+    torch.save(
+        {"model": {key: v for key, v in model.state_dict().items() if "decoder" not in key}}, tmp_path / "enc.pth"
+    )
+    code, _, err = cli(*SMALL, "--output_dir", tmp_path / "other", "--resume", tmp_path / "enc.pth")
+    assert code == 2
+    assert "enc.pth has no decoder_pos_embed" in err
+
+
 def test_vanilla_mae_differs_in_one_flag(cli, tmp_path):
     assert cli(*SMALL, "--output_dir", tmp_path / "mae", "--masking", "random", "--lr", 0)[0] == 0
     assert cli(*SMALL, "--output_dir", tmp_path / "clmae", "--lr", 0)[0] == 0
