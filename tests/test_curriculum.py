@@ -77,8 +77,8 @@ def test_masks_are_on_ratio_diverse_and_decisive(shapes, mask_ratio):
     assert figures.decisive >= 0.8
 
 
-# Settings in which the curriculum shows within minutes, found by trial (docs/method.md): at the method's Gaussian weight
-# of 10, or a lower rate, decided masks hardly move in as many iterations as a test has.
+# Settings in which the curriculum shows within minutes, found by trial (docs/method.md). At the method's Gaussian
+# weight of 10, or at a lower rate, decided masks hardly move in as many iterations as a test has.
 LOOSE = dict(norm_pix_loss=False, cmm_lr=1e-3, lambda_gauss=1.0)
 
 
