@@ -1,4 +1,4 @@
-"""The two-step iteration of CL-MAE. Only this file knows that there are two networks.
+"""The two-step iteration of CL-MAE. Only here do the two networks meet.
 
     Forward     Z = CMM(images), once
     Step 1      the MAE learns to reconstruct what the CMM's masks remove        (the CMM is not touched)
@@ -120,7 +120,8 @@ def frozen(model: torch.nn.Module) -> Iterator[None]:
 def soft_error(model: MaskedAutoencoderViT, imgs: torch.Tensor, keep_prob: torch.Tensor) -> torch.Tensor:
     """Error of each patch [N, L] when every token is scaled by its Z, as a function of Z alone."""
     with frozen(model):
-        _, pred, _ = model(imgs, keep_prob=keep_prob)
+        latent, _, _ = model.forward_encoder(imgs, 0.0, keep_prob=keep_prob)
+        pred = model.forward_decoder(latent, ids_restore=None)
         return model.patch_error(imgs, pred)
 
 

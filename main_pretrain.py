@@ -240,12 +240,19 @@ def prepare_output(args: Namespace, start_epoch: int, classes: list[str]) -> Sum
             output_dir.mkdir(parents=True, exist_ok=True)
             if classes:
                 (output_dir / "classes.txt").write_text("\n".join(classes) + "\n")
-            log = output_dir / "log.txt"
-            lines = log.read_text().splitlines(keepends=True) if log.exists() else []
-            log.write_text("".join(line for line in lines if json.loads(line)["epoch"] < start_epoch))
+            drop_log_lines(output_dir / "log.txt", start_epoch)
         except OSError as error:
             raise UserError(f"--output_dir {output_dir} cannot be written: {error.strerror}") from None
     return SummaryWriter(args.log_dir, purge_step=start_epoch * 1000) if args.log_dir else None
+
+
+def drop_log_lines(log: Path, start_epoch: int) -> None:
+    """Keep the lines of epochs before `start_epoch`; a line that a kill cut short goes with the others."""
+    lines = log.read_text().splitlines(keepends=True) if log.exists() else []
+    kept = [line for line in lines if line.endswith("}\n") and json.loads(line)["epoch"] < start_epoch]
+    if len(kept) < len(lines):
+        logger.warning("%s: dropped %d lines of epochs that are trained again", log, len(lines) - len(kept))
+    log.write_text("".join(kept))
 
 
 def write_log(

@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import main_pretrain
 from main_pretrain import get_args_parser, main
 from models_mae import mae_vit_micro_patch4
-from util.misc import EXIT_DIVERGED, run
+from util.misc import EXIT_DIVERGED, logger, run
 
 ROOT = Path(__file__).parent.parent
 SMALL = (
@@ -37,7 +37,8 @@ def cli(monkeypatch, capsys):
         captured = capsys.readouterr()
         return code, captured.out, captured.err
 
-    return call
+    yield call
+    logger.handlers.clear()  # they hold this test's captured streams
 
 
 def checkpoint(folder, epoch=1):
@@ -156,6 +157,17 @@ def test_resumed_run_equals_an_uninterrupted_one(cli, tmp_path, monkeypatch):
     file = tmp_path / "whole" / "checkpoint-1.pth"
     assert cli(*flags, "--output_dir", tmp_path / "file", "--resume", file)[0] == 0
     assert_same_training(checkpoint(tmp_path / "whole", 2), checkpoint(tmp_path / "file", 2))
+
+
+def test_log_line_cut_short_by_a_kill_is_dropped_and_said(cli, tmp_path):
+    flags = (*SMALL, "--output_dir", tmp_path)
+    assert cli(*flags, "--epochs", 1)[0] == 0
+    with open(tmp_path / "log.txt", "a") as file:
+        file.write('{"train_loss": 0.1')
+    code, _, err = cli(*flags, "--resume", "auto")
+    assert code == 0
+    assert "log.txt: dropped 1 lines" in err
+    assert [line["epoch"] for line in log_lines(tmp_path)] == [0, 1]
 
 
 def test_weights_alone_start_a_new_run(cli, tmp_path):

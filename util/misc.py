@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch.optim import Optimizer
-from tqdm.contrib.logging import logging_redirect_tqdm
+from tqdm import tqdm
 
 logger = logging.getLogger("clmae")
 
@@ -41,8 +41,7 @@ def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentPar
     args = parser.parse_args()
     setup_logging()
     try:
-        with logging_redirect_tqdm([logger]):
-            main(args)
+        main(args)
     except (UserError, TrainingDiverged) as error:
         logger.error("%s", error)
         sys.exit(EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_DIVERGED)
@@ -51,11 +50,22 @@ def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentPar
         sys.exit(130)
 
 
+class LineHandler(logging.StreamHandler):
+    """Writes above a progress bar, if there is one. (tqdm's own redirection would merge the two streams below.)"""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            tqdm.write(self.format(record), file=self.stream)
+            self.flush()
+        except Exception:  # as logging's own handlers: a closed terminal must not end a run
+            self.handleError(record)
+
+
 def setup_logging() -> None:
     """Plain lines: progress to standard output, warnings and errors to standard error."""
-    progress = logging.StreamHandler(sys.stdout)
+    progress = LineHandler(sys.stdout)
     progress.addFilter(lambda record: record.levelno < logging.WARNING)
-    problems = logging.StreamHandler(sys.stderr)
+    problems = LineHandler(sys.stderr)
     problems.setLevel(logging.WARNING)
     problems.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
     logger.handlers[:] = [progress, problems]
