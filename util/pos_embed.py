@@ -33,21 +33,28 @@ def get_1d_sincos_pos_embed_from_grid(embed_dim: int, pos: np.ndarray) -> np.nda
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
 
 
-def interpolate_pos_embed(model: torch.nn.Module, checkpoint_model: dict[str, torch.Tensor]) -> None:
+def interpolate_pos_embed(
+    model: torch.nn.Module, checkpoint_model: dict[str, torch.Tensor], grid_size: tuple[int, int] | None = None
+) -> None:
     """Resize `checkpoint_model["pos_embed"]` in place to the grid of `model`, bicubically; extra tokens are kept.
 
-    The checkpoint's grid is taken to be square, because a state dict does not record its shape.
+    `grid_size` is the checkpoint's (height, width) in patches. A state dict does not record it: unless given, a grid of
+    as many patches as the model's is taken to be the model's, any other to be square.
     """
     if "pos_embed" not in checkpoint_model:
         return
     pos_embed = checkpoint_model["pos_embed"]  # [1, extra + old_h*old_w, D]
     num_extra = model.pos_embed.shape[1] - model.patch_embed.num_patches
     extra, grid = pos_embed[:, :num_extra], pos_embed[:, num_extra:]
-    if grid.shape[1] == model.patch_embed.num_patches:
+    if grid_size is None:
+        side = round(grid.shape[1] ** 0.5)
+        fits = grid.shape[1] == model.patch_embed.num_patches
+        grid_size = model.patch_embed.grid_size if fits else (side, side)
+    if tuple(grid_size) == tuple(model.patch_embed.grid_size):
         return
-    side = round(grid.shape[1] ** 0.5)
-    if side * side != grid.shape[1]:
+    height, width = grid_size
+    if height * width != grid.shape[1]:
         raise ValueError(f"cannot interpolate a position embedding of {grid.shape[1]} patches: its grid is not square")
-    grid = grid.reshape(1, side, side, -1).permute(0, 3, 1, 2)  # [1, D, old_h, old_w]
+    grid = grid.reshape(1, height, width, -1).permute(0, 3, 1, 2)  # [1, D, old_h, old_w]
     grid = F.interpolate(grid, size=model.patch_embed.grid_size, mode="bicubic", align_corners=False)
     checkpoint_model["pos_embed"] = torch.cat([extra, grid.flatten(2).transpose(1, 2)], dim=1)

@@ -1,0 +1,206 @@
+"""The encoder for evaluation: a ViT with upstream's names that loads any MAE or CL-MAE checkpoint.
+
+    encoder = load_encoder("runs/clmae/checkpoint-399.pth")            # --model and --input_size are inferred
+    features = encoder.forward_features(imgs)                          # [N, D]
+
+Pooling is upstream's: the [CLS] token after the last norm or, with `global_pool`, the mean of the patch tokens followed
+by a norm of its own, which no pretraining knows and which therefore starts as the identity's scale and shift.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import timm.models.vision_transformer
+import torch
+
+from models_mae import build_mae, check_divisible, vit_layer_norm
+from util.checkpoint import load_checkpoint, load_weights, numbered_checkpoints
+from util.misc import UserError, derive_seed
+from util.pos_embed import interpolate_pos_embed
+
+
+class VisionTransformer(timm.models.vision_transformer.VisionTransformer):
+    """timm's ViT, with upstream's switch for pooling and upstream's meaning of `forward_features`."""
+
+    def __init__(self, global_pool: bool = False, **kwargs):
+        super().__init__(global_pool="avg" if global_pool else "token", **kwargs)
+
+    def forward_features(self, x: torch.Tensor) -> torch.Tensor:
+        """Images [N, C, H, W] to one feature vector each [N, D]."""
+        return self.fc_norm(self.pool(super().forward_features(x)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.head_drop(self.forward_features(x)))
+
+
+# (patch size, width, depth, heads); a checkpoint's weights tell the first three, so each such triple occurs once.
+SIZES = {
+    "vit_base_patch16": (16, 768, 12, 12),
+    "vit_large_patch16": (16, 1024, 24, 16),
+    "vit_huge_patch14": (14, 1280, 32, 16),
+    "vit_small_patch16": (16, 384, 12, 6),
+    "vit_tiny_patch16": (16, 192, 12, 3),
+    "vit_micro_patch4": (4, 64, 4, 4),
+}
+
+
+def vit_base_patch16(**kwargs) -> VisionTransformer:
+    return _vit("vit_base_patch16", **kwargs)
+
+
+def vit_large_patch16(**kwargs) -> VisionTransformer:
+    return _vit("vit_large_patch16", **kwargs)
+
+
+def vit_huge_patch14(**kwargs) -> VisionTransformer:
+    return _vit("vit_huge_patch14", **kwargs)
+
+
+def vit_small_patch16(**kwargs) -> VisionTransformer:
+    return _vit("vit_small_patch16", **kwargs)
+
+
+def vit_tiny_patch16(**kwargs) -> VisionTransformer:
+    return _vit("vit_tiny_patch16", **kwargs)
+
+
+def vit_micro_patch4(**kwargs) -> VisionTransformer:
+    return _vit("vit_micro_patch4", **{"img_size": 32, **kwargs})
+
+
+def _vit(name: str, **kwargs) -> VisionTransformer:
+    patch_size, embed_dim, depth, num_heads = SIZES[name]
+    return VisionTransformer(
+        patch_size=patch_size,
+        embed_dim=embed_dim,
+        depth=depth,
+        num_heads=num_heads,
+        mlp_ratio=4,
+        qkv_bias=True,
+        norm_layer=vit_layer_norm,
+        **kwargs,
+    )
+
+
+MODELS: dict[str, Callable[..., VisionTransformer]] = {name: globals()[name] for name in SIZES}
+
+
+# --- From a checkpoint to an encoder ---
+
+
+def load_encoder(
+    path: str | Path | None,
+    *,
+    model: str | None = None,
+    input_size: tuple[int, int] | None = None,
+    in_chans: int | None = None,
+    global_pool: bool = False,
+    seed: int = 0,
+) -> VisionTransformer:
+    """The frozen encoder of a checkpoint, in evaluation mode; what is None is read off the checkpoint.
+
+    `path` is a file of this project or of upstream MAE, whole or encoder alone, or a run's folder (its newest
+    checkpoint). None gives random weights, those from which a pretraining with `seed` starts: the floor.
+    """
+    if model is not None and model not in MODELS:
+        raise UserError(f"--model {model} is unknown; known are {', '.join(MODELS)}")
+    if path is None:
+        weights, trained_size, source = random_weights(model, input_size, in_chans, seed), input_size, "random weights"
+    else:
+        checkpoint, source = load_checkpoint(path), str(path)
+        weights = encoder_weights(checkpoint, source)
+        trained_size = size_of(checkpoint, weights)
+    name = model or infer_model(weights, source)
+    channels = weights["patch_embed.proj.weight"].shape[1]
+    if in_chans not in (None, channels):
+        raise UserError(f"--in_chans {in_chans}, but {source} was trained on images of {channels} channels")
+    encoder = build_encoder(name, input_size or trained_size, channels, global_pool)
+    fit_weights(encoder, weights, trained_size, source)
+    return encoder.requires_grad_(False).eval()
+
+
+def find_checkpoint(path: str) -> Path:
+    """`path` itself or, for a run's folder, its newest checkpoint."""
+    if not Path(path).is_dir():
+        return Path(path)
+    found = numbered_checkpoints(Path(path))
+    if not found:
+        raise UserError(f"--finetune {path} is a folder without checkpoint-N.pth")
+    return found[0]
+
+
+def random_weights(
+    model: str | None, input_size: tuple[int, int] | None, in_chans: int | None, seed: int
+) -> dict[str, torch.Tensor]:
+    if model is None:
+        raise UserError("without --finetune there is nothing to infer --model from: name the model for random weights")
+    torch.manual_seed(derive_seed("weights", seed))  # as main_pretrain.py
+    size = {} if input_size is None else {"img_size": input_size}
+    try:
+        mae = build_mae(f"mae_{model}", in_chans=in_chans or 3, **size)
+    except ValueError as error:
+        raise UserError(f"--model {model} with --input_size {input_size}: {error}") from None
+    return encoder_weights({"model": mae.state_dict()}, "random weights")
+
+
+def encoder_weights(checkpoint: dict, source: str) -> dict[str, torch.Tensor]:
+    """The encoder's part of a checkpoint: no decoder, no head. The weights may also be the file's whole content."""
+    weights = checkpoint.get("model", checkpoint)
+    if not isinstance(weights, dict) or "patch_embed.proj.weight" not in weights:
+        raise UserError(f"{source} holds no patch_embed.proj.weight: it is not a checkpoint of a MAE or ViT")
+    return {key: value for key, value in weights.items() if not key.startswith(("decoder_", "mask_token", "head."))}
+
+
+def infer_model(weights: dict[str, torch.Tensor], source: str) -> str:
+    """The model with the weights' patch size, width and depth."""
+    width, _, patch_size, _ = weights["patch_embed.proj.weight"].shape
+    depth = len({key.split(".")[1] for key in weights if key.startswith("blocks.")})
+    for name, size in SIZES.items():
+        if size[:3] == (patch_size, width, depth):
+            return name
+    raise UserError(
+        f"{source} holds a ViT of patch size {patch_size}, width {width} and depth {depth}, which is none of "
+        f"{', '.join(MODELS)}"
+    )
+
+
+def size_of(checkpoint: dict, weights: dict[str, torch.Tensor]) -> tuple[int, int] | None:
+    """The image size a checkpoint was trained with: as its arguments say, or the square that fits its positions."""
+    if "pos_embed" not in weights:
+        return None  # the missing key is named later
+    num_patches, patch_size = weights["pos_embed"].shape[1] - 1, weights["patch_embed.proj.weight"].shape[-1]
+    told = (checkpoint.get("args") or {}).get("input_size")
+    if told is not None:
+        height, width = (told, told) if isinstance(told, int) else told
+        if (height // patch_size) * (width // patch_size) == num_patches:
+            return height, width
+    side = round(num_patches**0.5)
+    return (side * patch_size, side * patch_size) if side * side == num_patches else None
+
+
+def build_encoder(name: str, size: tuple[int, int] | None, in_chans: int, global_pool: bool) -> VisionTransformer:
+    size = {} if size is None else {"img_size": tuple(size)}
+    try:
+        if size:
+            check_divisible(size["img_size"], SIZES[name][0])
+        return MODELS[name](in_chans=in_chans, global_pool=global_pool, num_classes=0, weight_init="skip", **size)
+    except ValueError as error:
+        raise UserError(f"--model {name} with --input_size: {error}") from None
+
+
+def fit_weights(
+    encoder: VisionTransformer, weights: dict[str, torch.Tensor], trained_size: tuple[int, int] | None, source: str
+) -> None:
+    """Load strictly, but for the norm that belongs to the other way of pooling, and the grid of positions."""
+    own = encoder.state_dict()
+    unused = "norm." if "fc_norm.weight" in own else "fc_norm."
+    weights = {key: value for key, value in weights.items() if not key.startswith(unused)}
+    if "fc_norm.weight" in own and "fc_norm.weight" not in weights:
+        weights |= {key: value for key, value in own.items() if key.startswith("fc_norm.")}
+    patch = encoder.patch_embed.patch_size[0]
+    try:
+        grid = None if trained_size is None else (trained_size[0] // patch, trained_size[1] // patch)
+        interpolate_pos_embed(encoder, weights, grid)
+    except ValueError as error:
+        raise UserError(f"{source}: {error}") from None
+    load_weights(encoder, weights, source)
