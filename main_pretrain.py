@@ -23,7 +23,15 @@ from torch.utils.tensorboard import SummaryWriter
 from engine_pretrain import train_one_epoch
 from models_mae import MODELS
 from util import checkpoint as ckpt
-from util.datasets import DATA_SETS, MODES, ImageLoader, build_pretrain_loader
+from util.arguments import (
+    DEFAULT_OUTPUT_DIR,
+    add_data_arguments,
+    add_distributed_arguments,
+    add_machine_arguments,
+    check_at_least,
+    check_shared_args,
+)
+from util.datasets import ImageLoader, build_pretrain_loader
 from util.misc import (
     ArgumentParser,
     TrainingDiverged,
@@ -37,8 +45,6 @@ from util.misc import (
 from util.monitor import Monitor
 from util.progress import LossGuard, brief
 from util.state import TrainingState, build_state
-
-DEFAULT_OUTPUT_DIR = "./output_dir"
 
 
 def get_args_parser() -> ArgumentParser:
@@ -102,19 +108,7 @@ def get_args_parser() -> ArgumentParser:
         "--clip_grad", default=None, type=float, help="largest gradient norm, of each network; default: no"
     )
 
-    data = parser.add_argument_group("data")
-    data.add_argument("--data_set", default="folder", choices=DATA_SETS, help="shapes is built in and needs no files")
-    data.add_argument("--data_path", default=None, type=str, help="folder with train/CLASS/*.jpg, or images directly")
-    data.add_argument("--download", action="store_true", help="let torchvision fetch the data set to --data_path")
-    data.add_argument("--num_classes", default=None, type=int, help="use so many randomly chosen class folders")
-    data.add_argument("--class_seed", default=0, type=int, help="seed of that choice")
-    data.add_argument("--class_list", default=None, type=str, help="file with a class folder's name per line")
-    data.add_argument("--max_bad_images", default=100, type=int, help="unreadable images met before the run fails")
-    data.add_argument("--shapes_images", default=10_000, type=int, help="training images of --data_set shapes")
-    data.add_argument("--num_workers", default=10, type=int, help="loader processes; their number changes no result")
-    data.add_argument("--pin_mem", action="store_true", help="page-locked batches, for faster copies to a GPU")
-    data.add_argument("--no_pin_mem", action="store_false", dest="pin_mem", help="switch that off")
-    data.set_defaults(pin_mem=True)
+    add_data_arguments(parser)
 
     out = parser.add_argument_group("output and resuming")
     out.add_argument("--output_dir", default=DEFAULT_OUTPUT_DIR, help="checkpoints and log.txt; '' writes nothing")
@@ -127,24 +121,9 @@ def get_args_parser() -> ArgumentParser:
         "--start_epoch", default=0, type=int, help="number of the first epoch; a resumed run knows its own"
     )
 
-    machine = parser.add_argument_group("machine and precision")
-    machine.add_argument(
-        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda if there is one, else cpu"
-    )
-    machine.add_argument(
-        "--amp",
-        default="auto",
-        choices=["auto", "bf16", "fp16", "off"],
-        help="mixed precision; auto: bf16 where the GPU has it, fp16 on older GPUs, off on a CPU",
-    )
+    machine = add_machine_arguments(parser)
     machine.add_argument("--compile", action="store_true", help="compile the transformer blocks with torch.compile")
-    machine.add_argument("--seed", default=0, type=int, help="all randomness derives from it")
-
-    dist = parser.add_argument_group("distributed (set by launchers)")
-    dist.add_argument("--world_size", default=1, type=int, help="number of processes")
-    dist.add_argument("--local_rank", default=-1, type=int, help="process number on this machine")
-    dist.add_argument("--dist_on_itp", action="store_true", help="read ranks from OpenMPI's variables")
-    dist.add_argument("--dist_url", default="env://", help="where processes meet")
+    add_distributed_arguments(parser)
     return parser
 
 
@@ -152,36 +131,16 @@ def check_args(args: Namespace) -> None:
     """Refuse impossible values by name, and settle what follows from other flags."""
     if args.model not in MODELS:
         raise UserError(f"--model {args.model} is unknown; known are {', '.join(sorted(MODELS))}")
-    sides = [args.input_size] if isinstance(args.input_size, int) else list(args.input_size)
-    if len(sides) > 2 or min(sides) < 1:
-        raise UserError(f"--input_size takes a side, or height and width, in pixels; not {sides}")
-    args.input_size = [sides[0], sides[-1]]
-    if args.in_chans not in MODES:
-        raise UserError(f"--in_chans {args.in_chans}: image files have 1 (grey), 3 (RGB) or 4 (RGBA) channels")
+    check_shared_args(args)
     if not 0 < args.mask_ratio < 1:
         raise UserError(
             f"--mask_ratio {args.mask_ratio} leaves nothing to see or nothing to learn; it lies between 0 and 1"
         )
     if not -1 <= args.lambda_cl_end <= 1:
         raise UserError(f"--lambda_cl_end {args.lambda_cl_end} is outside [-1, 1]")
-    for name in ("batch_size", "epochs", "accum_iter", "cmm_depth", "save_every", "shapes_images"):
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name} {getattr(args, name)} must be at least 1")
-    for name in (
-        *(
-            "lambda_gauss",
-            "lambda_kl",
-            "lambda_div",
-            "weight_decay",
-            "blr",
-            "min_lr",
-            "warmup_epochs",
-            "max_bad_images",
-        ),
-        *("num_workers", "vis_every", "knn_every", "start_epoch"),
-    ):
-        if getattr(args, name) < 0:
-            raise UserError(f"--{name} {getattr(args, name)} must not be negative")
+    check_at_least(args, 1, "batch_size", "epochs", "accum_iter", "cmm_depth", "save_every")
+    check_at_least(args, 0, "lambda_gauss", "lambda_kl", "lambda_div", "weight_decay", "blr", "min_lr", "warmup_epochs")
+    check_at_least(args, 0, "vis_every", "knn_every", "start_epoch")
     if args.clip_grad is not None and args.clip_grad <= 0:
         raise UserError(f"--clip_grad {args.clip_grad} must be above 0")
 
@@ -191,8 +150,6 @@ def check_args(args: Namespace) -> None:
     args.lr = args.blr * batch / 256 if args.lr is None else args.lr
     if args.warmup_epochs >= args.epochs:
         logger.warning("--warmup_epochs %d fills the whole run of %d epochs", args.warmup_epochs, args.epochs)
-    if args.log_dir == DEFAULT_OUTPUT_DIR:
-        args.log_dir = args.output_dir
 
 
 def resume(state: TrainingState, args: Namespace) -> int:

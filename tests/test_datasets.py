@@ -210,7 +210,7 @@ def test_unreadable_images_are_named_replaced_and_counted(class_folders, clmae_l
         loader.set_epoch(epoch)
         for imgs, _ in loader:
             assert torch.isfinite(imgs).all()
-    assert len(loader.bad_images) == 2
+    assert len(loader.bad_images.names) == 2
     assert clmae_log.text.count("unreadable image") == 2, "each is named once"
     assert "a/0.png" in clmae_log.text
     assert "b/cut.jpg" in clmae_log.text

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from util.metrics import mask_health, nearest_neighbour_accuracy
+from util.metrics import mask_health
 
 
 def test_mask_health_of_hand_made_masks():
@@ -26,18 +26,3 @@ def test_mask_health_of_a_batch_of_one():
     assert health["distinct"] == 1
     assert health["hamming"] == 0
     assert "decisive" not in health
-
-
-def test_nearest_neighbour_accuracy():
-    train = torch.tensor([[0.0], [1.0], [2.0], [3.0], [4.0], [50.0]])
-    labels = torch.tensor([0, 1, 1, 1, 1, 2])
-    queries = torch.tensor([[0.4], [0.6], [49.0]])
-    # Nearest: 0, 1, 2. The five nearest of the first two hold labels 0 and 1, of the last 2 and 1.
-    assert nearest_neighbour_accuracy(train, labels, queries, torch.tensor([0, 0, 0])) == pytest.approx(
-        (100 / 3, 200 / 3)
-    )
-    for block in (1, 2, 100):
-        assert nearest_neighbour_accuracy(train, labels, queries, torch.tensor([0, 1, 2]), block) == (100.0, 100.0)
-    assert nearest_neighbour_accuracy(train[:2], labels[:2], queries, torch.tensor([0, 1, 0])) == pytest.approx(
-        (200 / 3, 100)
-    )

@@ -17,6 +17,7 @@ from torchvision import datasets
 from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 from torchvision.transforms import InterpolationMode, v2
 
+from util.crop import RandomResizedCrop
 from util.misc import UserError, derive_seed, generator, logger
 from util.shapes import ShapesDataset
 
@@ -54,36 +55,79 @@ def build_source(args: Namespace, split: str):
         raise UserError(f"--data_set {args.data_set} needs --data_path: the folder that holds the images")
     if args.data_set == "folder":
         return folder_source(args, split)
+    if args.num_classes or args.class_list or args.split:
+        raise UserError(
+            f"--num_classes, --class_list and --split choose among folders, not in --data_set {args.data_set}"
+        )
     return torchvision_source(args, split)
 
 
 def folder_source(args: Namespace, split: str) -> ImageList:
-    """DATA/train/CLASS/*, DATA/CLASS/*, or a flat folder of images (for training without labels)."""
-    root = split_folder(Path(args.data_path), split)
-    classes = class_folders(root)
-    if not classes:
-        if args.num_classes or args.class_list:
-            raise UserError(f"--num_classes and --class_list need class folders, but {root} has none with images")
-        files = sorted(str(path) for path in root.iterdir() if path.suffix.lower() in IMG_EXTENSIONS)
-        if not files:
-            raise UserError(f"--data_path: no images in {root}, neither directly nor in class folders below it")
-        return ImageList([(path, 0) for path in files], classes=[])
+    """DATA/train/CLASS/* and DATA/val/CLASS/*, DATA/CLASS/*, or a flat folder of images (for training without labels).
+
+    The training images define the classes; a validation image of no such class is a mistake, not a class of its own.
+    """
+    data_path = Path(args.data_path)
+    train_root = split_folder(data_path, "train")
+    root = train_root if split != "val" or args.split else split_folder(data_path, "val")
+    if args.split and find_split(data_path, "val"):
+        raise UserError(
+            f"--split divides a single folder of classes, but {data_path} has {find_split(data_path, 'val')}"
+        )
+    if not (classes := class_folders(train_root)):
+        return flat_source(root, args)
     classes = choose_classes(classes, args)
+    if root != train_root and not (args.num_classes or args.class_list):
+        strangers = sorted(set(class_folders(root)) - set(classes))
+        if strangers:
+            raise UserError(f"{root} has classes that {train_root} has not: {', '.join(strangers[:5])}")
     samples = make_dataset(str(root), {name: i for i, name in enumerate(classes)}, IMG_EXTENSIONS, allow_empty=True)
+    if args.split:
+        samples = split_samples(samples, classes, args, split)
     if not samples:
         raise UserError(f"no images of the chosen classes in {root}")
     return ImageList(samples, classes)
 
 
+def flat_source(root: Path, args: Namespace) -> ImageList:
+    if args.num_classes or args.class_list or args.split:
+        raise UserError(f"--num_classes, --class_list and --split need class folders, but {root} has none with images")
+    files = sorted(str(path) for path in root.iterdir() if path.suffix.lower() in IMG_EXTENSIONS)
+    if not files:
+        raise UserError(f"--data_path: no images in {root}, neither directly nor in class folders below it")
+    return ImageList([(path, 0) for path in files], classes=[])
+
+
+def find_split(data_path: Path, split: str) -> Path | None:
+    """The folder of a split; the test images may lie in val or in test."""
+    names = ("val", "test") if split == "val" else ("train",)
+    return next((data_path / name for name in names if (data_path / name).is_dir()), None)
+
+
 def split_folder(data_path: Path, split: str) -> Path:
     if not data_path.is_dir():
         raise UserError(f"--data_path {data_path} is not a folder")
-    for name in ("val", "test") if split == "val" else ("train",):
-        if (data_path / name).is_dir():
-            return data_path / name
+    if folder := find_split(data_path, split):
+        return folder
     if split != "val":
         return data_path
-    raise UserError(f"--data_path {data_path} has no folder val or test, which an evaluation needs")
+    raise UserError(
+        f"--data_path {data_path} has no folder val or test, which an evaluation needs; --split 0.8 divides one folder"
+    )
+
+
+def split_samples(
+    samples: list[tuple[str, int]], classes: list[str], args: Namespace, split: str
+) -> list[tuple[str, int]]:
+    """The `--split` share of each class for training, the rest for testing; a function of (split_seed, class)."""
+    chosen = []
+    for label, name in enumerate(classes):
+        of_class = [sample for sample in samples if sample[1] == label]
+        train = min(max(round(args.split * len(of_class)), 1), max(len(of_class) - 1, 1))  # both parts get an image
+        order = torch.randperm(len(of_class), generator=generator("split", args.split_seed, name)).tolist()
+        part = order[train:] if split == "val" else order[:train]
+        chosen += [of_class[i] for i in sorted(part)]
+    return chosen
 
 
 def class_folders(root: Path) -> list[str]:
@@ -145,6 +189,22 @@ def describe(source, index: int) -> str:
     return source.samples[index][0] if isinstance(source, ImageList) else f"{type(source).__name__}[{index}]"
 
 
+def image_names(source, args: Namespace, split: str) -> list[str]:
+    """A name for every image, the same wherever the data lies."""
+    if isinstance(source, ImageList):
+        return [os.path.relpath(path, args.data_path) for path, _ in source.samples]
+    return [f"{args.data_set}/{split}/{index}" for index in range(len(source))]
+
+
+def labels_of(source) -> torch.Tensor:
+    """All labels [N], without opening an image."""
+    if isinstance(source, ImageList):
+        return torch.tensor([label for _, label in source.samples])
+    if isinstance(source, ShapesDataset):
+        return torch.tensor([source.label(index) for index in range(len(source))])
+    return torch.as_tensor(source.labels if hasattr(source, "labels") else source.targets).long()
+
+
 # --- What is done to an image ---
 
 
@@ -153,6 +213,17 @@ def build_pretrain_transform(args: Namespace) -> v2.Transform:
     return v2.Compose(
         [
             v2.RandomResizedCrop(args.input_size, scale=(0.2, 1.0), interpolation=InterpolationMode.BICUBIC),
+            v2.RandomHorizontalFlip(),
+            *to_normalised_tensor(args.in_chans),
+        ]
+    )
+
+
+def build_probe_transform(args: Namespace) -> v2.Transform:
+    """Upstream's augmentation for linear probing: a crop of 8 to 100 % of the area, and a flip."""
+    return v2.Compose(
+        [
+            RandomResizedCrop(args.input_size, interpolation=InterpolationMode.BICUBIC),
             v2.RandomHorizontalFlip(),
             *to_normalised_tensor(args.in_chans),
         ]
@@ -244,12 +315,32 @@ class EpochBatches(Sampler):
             yield [(self.epoch, index) for index in order[start : start + self.batch_size]]
 
 
+class BadImages:
+    """Names each unreadable image once, and ends the run when there are too many."""
+
+    def __init__(self, dataset: SeededDataset, fate: str):
+        self.total, self.limit, self.fate = len(dataset), dataset.max_bad_images, fate
+        self.names: set[str] = set()
+
+    def add(self, bad: list[str]) -> None:
+        for name in sorted(set(bad) - self.names):
+            logger.warning("unreadable image, %s: %s", self.fate, name)
+        self.names.update(bad)
+        if bad and len(self.names) >= self.total:
+            raise UserError(f"none of the {self.total} images can be read; the first: {bad[0]}")
+        if len(self.names) > self.limit:
+            raise UserError(
+                f"{len(self.names)} images cannot be read, more than --max_bad_images {self.limit} allows; "
+                f"the last: {bad[-1]}"
+            )
+
+
 class ImageLoader:
     """Batches (imgs [B, C, H, W], labels [B]) of one epoch after another; counts the images that cannot be read."""
 
     def __init__(self, dataset: SeededDataset, batches: EpochBatches, *, num_workers: int = 0, pin_mem: bool = False):
         self.dataset, self.batches = dataset, batches
-        self.bad_images: set[str] = set()
+        self.bad_images = BadImages(dataset, fate="replaced by another")
         self.loader = DataLoader(
             dataset,
             batch_sampler=batches,
@@ -268,36 +359,25 @@ class ImageLoader:
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for imgs, labels, bad in self.loader:
-            if bad:
-                self.count_bad(bad)
+            self.bad_images.add([name for names in bad for name in names])
             yield imgs, labels
 
-    def count_bad(self, bad: list[str]) -> None:
-        for name in sorted(set(bad) - self.bad_images):
-            logger.warning("unreadable image, replaced by another: %s", name)
-        self.bad_images.update(bad)
-        if len(self.bad_images) >= len(self.dataset):
-            raise UserError(f"none of the {len(self.dataset)} images can be read; the first: {bad[0]}")
-        if len(self.bad_images) > self.dataset.max_bad_images:
-            raise UserError(
-                f"{len(self.bad_images)} images cannot be read, more than --max_bad_images "
-                f"{self.dataset.max_bad_images} allows; the last: {bad[-1]}"
-            )
 
-
-def collate(samples: list[tuple[torch.Tensor, int, list[str]]]) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
+def collate(samples: list[tuple[torch.Tensor, int, list[str]]]) -> tuple[torch.Tensor, torch.Tensor, list[list[str]]]:
     images, labels, bad = zip(*samples, strict=True)
-    return torch.stack(images), default_collate(list(labels)), [name for names in bad for name in names]
+    return torch.stack(images), default_collate(list(labels)), list(bad)
+
+
+def build_dataset(args: Namespace, split: str, transform: v2.Transform) -> SeededDataset:
+    source = build_source(args, split)
+    return SeededDataset(source, transform, MODES[args.in_chans], args.seed, args.max_bad_images)
 
 
 def build_pretrain_loader(args: Namespace) -> ImageLoader:
-    source = build_source(args, "pretrain")
-    dataset = SeededDataset(
-        source, build_pretrain_transform(args), MODES[args.in_chans], args.seed, args.max_bad_images
-    )
+    dataset = build_dataset(args, "pretrain", build_pretrain_transform(args))
     return ImageLoader(
         dataset,
-        EpochBatches(len(source), args.batch_size, args.seed),
+        EpochBatches(len(dataset), args.batch_size, args.seed),
         num_workers=args.num_workers,
         pin_mem=args.pin_mem and args.device.startswith("cuda"),
     )
@@ -305,5 +385,4 @@ def build_pretrain_loader(args: Namespace) -> ImageLoader:
 
 def build_eval_dataset(args: Namespace, split: str) -> SeededDataset:
     """The split without augmentation, so the epoch in a key plays no part."""
-    source = build_source(args, split)
-    return SeededDataset(source, build_eval_transform(args), MODES[args.in_chans], args.seed, args.max_bad_images)
+    return build_dataset(args, split, build_eval_transform(args))

@@ -1,45 +1,157 @@
-"""Features of a frozen encoder."""
+"""Features of a frozen encoder: extracted once per (checkpoint, data, transform), and kept on disk."""
 
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch.utils.data import DataLoader
 
-from models_mae import MaskedAutoencoderViT
-from util.datasets import SeededDataset, collate
-from util.misc import autocast
+from util.datasets import BadImages, ImageList, SeededDataset, collate, labels_of
+from util.misc import agreed, autocast, gather_rows, is_main_process, logger, share_of_rank
+from util.progress import Progress
+from util.shapes import ShapesDataset
+
+FORMAT = 1  # of the cache; a new number makes every older file a stranger
+
+
+@dataclass
+class FeatureSet:
+    """Features float32 [M, D] and labels int64 [M] of the images at `indices` [M]; unreadable ones are left out."""
+
+    features: torch.Tensor
+    labels: torch.Tensor
+    indices: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
 
 
 @torch.no_grad()
-def encode(model: MaskedAutoencoderViT, imgs: torch.Tensor) -> torch.Tensor:
-    """Mean of the encoded patch tokens of whole images, float32 [N, D]."""
-    visible = torch.ones(imgs.shape[0], model.patch_embed.num_patches, dtype=torch.bool, device=imgs.device)
-    latent, _, _ = model.forward_encoder(imgs, 0.0, visible=visible)
-    return latent[:, 1:].float().mean(dim=1)
-
-
 def extract_features(
-    model: MaskedAutoencoderViT,
+    encode: Callable[[torch.Tensor], torch.Tensor],
     dataset: SeededDataset,
     indices: list[int],
     *,
+    width: int,
     device: torch.device,
     amp: torch.dtype | None = None,
     batch_size: int = 256,
     num_workers: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Features [M, D] and labels [M] of the images at `indices`, on `device`."""
-    loader = torch.utils.data.DataLoader(
+    pin_mem: bool = False,
+    header: str | None = None,
+) -> FeatureSet:
+    """What `encode` (images [B, C, H, W] to features [B, `width`]) makes of the images at `indices`, on the CPU.
+
+    Processes share the work; each gets all of the result. `header` asks for a progress bar of that name.
+    """
+    mine = indices[share_of_rank(len(indices))]
+    loader = DataLoader(
         dataset,
-        sampler=[(0, index) for index in indices],
+        sampler=[(0, index) for index in mine],
         batch_size=batch_size,
         collate_fn=collate,
         num_workers=num_workers,
+        pin_memory=pin_mem,
         generator=torch.Generator(),
     )
-    was_training = model.training
-    model.eval()
-    features, labels = [], []
-    for imgs, targets, _ in loader:
+    bad_images = BadImages(dataset, fate="left out")
+    progress = Progress(header, len(loader), batch_size) if header else None
+    features = [torch.empty(0, width)]  # a process may have no images at all
+    kept = torch.ones(len(mine), dtype=torch.bool)
+    for start, (imgs, _, bad) in zip(range(0, len(mine), batch_size), loader, strict=True):
+        bad_images.add([names[0] for names in bad if names])
+        readable = torch.tensor([not names for names in bad])
+        kept[start : start + len(imgs)] = readable
         with autocast(device, amp):
-            features.append(encode(model, imgs.to(device, non_blocking=True)))
-        labels.append(targets.to(device))
-    model.train(was_training)
-    return torch.cat(features), torch.cat(labels)
+            encoded = encode(imgs.to(device, non_blocking=True))
+        features.append(encoded.float().cpu()[readable])
+        if progress:
+            progress.advance_and_report("images/s")
+    if progress:
+        progress.close()
+    chosen = gather_rows(torch.tensor(mine, dtype=torch.int64)[kept])
+    return FeatureSet(gather_rows(torch.cat(features)), labels_of(dataset.source)[chosen], chosen)
+
+
+class FeatureCache:
+    """Feature files in a folder, each named after a hash of all that its content depends on.
+
+    A file appears under its name only when it is complete, so a half-written one is never read. Without a folder
+    nothing is kept.
+    """
+
+    def __init__(self, folder: Path | None):
+        self.folder = folder
+
+    def get(self, name: str, depends_on: dict, extract: Callable[[], FeatureSet]) -> FeatureSet:
+        """The features that depend on `depends_on` (plain types), from disk or else from `extract`."""
+        if self.folder is None:
+            return extract()
+        depends_on = {"format": FORMAT, **depends_on}
+        key = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()
+        path = self.folder / f"{name}-{key[:16]}.safetensors"
+        found = read(path, key) if agreed(path.exists()) else None
+        if agreed(found is not None):
+            logger.info("features of %s: %d images, from %s", name, len(found), path)
+            return found
+        extracted = extract()
+        if is_main_process():
+            write(path, extracted, {"key": key, "depends_on": json.dumps(depends_on)})
+        return extracted
+
+
+def read(path: Path, key: str) -> FeatureSet | None:
+    """The features in `path`, or None where the file is damaged."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            if file.metadata()["key"] == key:
+                return FeatureSet(*(file.get_tensor(name) for name in ("features", "labels", "indices")))
+        reason = "it belongs to another encoder or other data"
+    except (SafetensorError, OSError, KeyError, TypeError) as error:
+        reason = error
+    logger.warning("cannot use the cached features %s (%s); extracting them again", path, reason)
+    return None
+
+
+def write(path: Path, features: FeatureSet, metadata: dict[str, str]) -> None:
+    """All or nothing. A cache that cannot be written costs time later, so it is no reason to stop."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(vars(features), partial, metadata)
+        with open(partial, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except (OSError, SafetensorError) as error:
+        partial.unlink(missing_ok=True)
+        logger.warning("the features cannot be kept in %s: %s", path, error)
+
+
+def file_hash(path: str | Path) -> str:
+    """What sha256sum prints."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def fingerprint(source, names: list[str]) -> str:
+    """A hash of a data set: names, sizes and labels of its files or, where it is in memory, its pixels and labels."""
+    digest = hashlib.sha256()
+    if isinstance(source, ImageList):
+        for name, (path, label) in zip(names, source.samples, strict=True):
+            digest.update(f"{name}\0{os.path.getsize(path)}\0{label}\n".encode())
+    elif isinstance(source, ShapesDataset):  # one image stands for the code that draws them
+        digest.update(repr((tuple(source.size), len(source), source.split, source.seed)).encode())
+        digest.update(source.render(0)[0].tobytes())
+    else:
+        digest.update(np.ascontiguousarray(source.data).tobytes() + labels_of(source).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""Figures that say how healthy masks are and how good features are."""
+"""Figures that say how healthy masks are."""
 
 import torch
 
@@ -26,21 +26,3 @@ def mask_health(mask: torch.Tensor, keep_prob: torch.Tensor | None = None) -> di
     if keep_prob is not None:
         health["decisive"] = ((keep_prob - 0.5).abs() >= 0.4).float().mean()
     return health
-
-
-def nearest_neighbour_accuracy(
-    train_features: torch.Tensor,
-    train_labels: torch.Tensor,
-    features: torch.Tensor,
-    labels: torch.Tensor,
-    block: int = 1024,
-) -> tuple[float, float]:
-    """Acc@1 and Acc@5 in percent: the label of the nearest training feature (Euclidean) is right; the right label is
-    among those of the five nearest. `block` queries at a time bound the memory."""
-    k = min(5, len(train_features))
-    hits = []
-    for queries, wanted in zip(features.split(block), labels.split(block), strict=True):
-        nearest = torch.cdist(queries, train_features).topk(k, largest=False).indices  # [block, k], nearest first
-        hits.append(train_labels[nearest] == wanted[:, None])
-    hits = torch.cat(hits).float()
-    return 100 * hits[:, 0].mean().item(), 100 * hits.amax(dim=1).mean().item()

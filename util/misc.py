@@ -1,4 +1,4 @@
-"""What every program shares: user errors, logging, seeds, devices, mixed precision and the optimizer step."""
+"""What every program shares: user errors, logging, seeds, devices, processes, mixed precision, the optimizer step."""
 
 import argparse
 import hashlib
@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 from tqdm import tqdm
 
@@ -48,6 +49,9 @@ def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentPar
     except KeyboardInterrupt:
         logger.error("interrupted")
         sys.exit(130)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 class LineHandler(logging.StreamHandler):
@@ -98,6 +102,61 @@ def refuse_many_processes() -> None:
     """One process per run so far; several would silently write over each other."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UserError("WORLD_SIZE is above 1, but this program runs as one process; start it with plain python")
+
+
+def init_distributed_mode(device: torch.device) -> torch.device:
+    """Join the processes that torchrun started; returns this one's device. Plain python is a world of one."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return device
+    backend = "gloo"
+    if device.type == "cuda":
+        device, backend = torch.device("cuda", int(os.environ["LOCAL_RANK"])), "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend)
+    if not is_main_process():
+        logger.setLevel(logging.ERROR)  # the first process speaks for all
+    return device
+
+
+def get_world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def get_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def is_main_process() -> bool:
+    return get_rank() == 0
+
+
+def share_of_rank(length: int) -> slice:
+    """The part of `length` things that this process works on: consecutive, in the order of ranks."""
+    rank, world_size = get_rank(), get_world_size()
+    return slice(rank * length // world_size, (rank + 1) * length // world_size)
+
+
+def gather_rows(rows: torch.Tensor) -> torch.Tensor:
+    """The rows of all processes, in the order of ranks, on every process. They may have different numbers of rows."""
+    if get_world_size() == 1:
+        return rows
+    count = torch.tensor([len(rows)], device=rows.device)
+    counts = [torch.empty_like(count) for _ in range(get_world_size())]
+    dist.all_gather(counts, count)
+    longest = max(int(count) for count in counts)
+    padded = torch.cat([rows, rows.new_zeros(longest - len(rows), *rows.shape[1:])])
+    parts = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(parts, padded)
+    return torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)])
+
+
+def agreed(value: bool) -> bool:
+    """The first process's answer, on every process: what depends on a disk may look different to each."""
+    if get_world_size() == 1:
+        return value
+    answer = [value]
+    dist.broadcast_object_list(answer)
+    return answer[0]
 
 
 def amp_dtype(amp: str, device: torch.device) -> torch.dtype | None:

@@ -105,6 +105,12 @@ class Progress:
         self.done += 1
         self.bar.update()
 
+    def advance_and_report(self, rate_name: str) -> None:
+        """For work that has nothing to tell but its speed."""
+        self.advance()
+        if self.done % LOG_INTERVAL == 0:
+            self.report({rate_name: self.images_per_second()})
+
     def images_per_second(self) -> float:
         """Since the last call."""
         now = time.monotonic()

@@ -1,0 +1,130 @@
+"""Judge a frozen encoder by its nearest neighbours: an image gets the label of the training image most like it.
+
+    python main_knn.py --finetune runs/clmae/checkpoint-399.pth --data_path /data/imagenet --output_dir eval/clmae
+
+Many processes, with one or more GPUs each, share the work:
+    torchrun --nproc_per_node=8 main_knn.py --finetune runs/clmae/checkpoint-399.pth --data_path /data/imagenet
+
+On a machine with no GPU and no images, with random weights as the floor:
+    python main_knn.py --model vit_micro_patch4 --data_set shapes --num_workers 2 --output_dir eval/floor
+"""
+
+from argparse import Namespace
+
+import torch
+
+from util.arguments import check_at_least
+from util.evaluation import Subject, add_evaluation_arguments, open_subject
+from util.features import FeatureSet
+from util.misc import ArgumentParser, UserError, run
+from util.neighbours import inverse_distance, nearest_neighbours, vote
+from util.results import TOP, Report, show_table, shown, summary
+
+DEFAULT_K = (1, 5, 10, 20)
+
+
+def get_args_parser() -> ArgumentParser:
+    parser = ArgumentParser("main_knn.py", description=__doc__.split("\n")[0])
+    knn = parser.add_argument_group("nearest neighbours")
+    knn.add_argument("--distance", default="euclidean", choices=["euclidean", "cosine"], help="between features")
+    knn.add_argument("--k", default=None, type=int, nargs="+", help="numbers of voting neighbours; default: 1 5 10 20")
+    knn.add_argument("--block_mb", default=256, type=float, help="memory for a block of distances, in megabytes")
+    knn.add_argument("--batch_size", default=256, type=int, help="images encoded at once, per process")
+    add_evaluation_arguments(parser)
+    return parser
+
+
+def check_args(args: Namespace) -> None:
+    check_at_least(args, 1, "batch_size", "block_mb")
+    if args.k is not None and min(args.k) < 1:
+        raise UserError(f"--k {min(args.k)} must be at least 1")
+
+
+def numbers_of_neighbours(args: Namespace, num_train: int) -> list[int]:
+    """`--k`, which the training set must be able to provide."""
+    if args.k is None:
+        return [k for k in DEFAULT_K if k <= num_train]
+    if max(args.k) > num_train:
+        raise UserError(f"--k {max(args.k)}: there are only {num_train} training images")
+    return sorted(set(args.k))
+
+
+def neighbour_votes(
+    labels: torch.Tensor, distances: torch.Tensor, truth: torch.Tensor, ks: list[int], num_classes: int
+) -> dict[str, dict[str, float]]:
+    """Acc@1 in percent of majority and distance-weighted votes of the k nearest, given labels and distances [M, K]."""
+    votes = {}
+    for k in ks:
+        near, weights = labels[:, :k], inverse_distance(distances[:, :k])
+        ballots = {"majority": torch.ones_like(weights), "weighted": weights}
+        votes[str(k)] = {
+            name: 100 * (vote(near, ballot, num_classes) == truth).double().mean().item()
+            for name, ballot in ballots.items()
+        }
+    return votes
+
+
+def evaluate(
+    train: FeatureSet,
+    test: FeatureSet,
+    *,
+    ks: list[int],
+    num_classes: int,
+    cosine: bool = False,
+    device: torch.device | str = "cpu",
+    block_mb: float = 256,
+) -> tuple[torch.Tensor, dict[str, dict[str, float]]]:
+    """Labels of the five nearest training images, int64 [1, N, 5] (-1 where there are fewer), and the votes."""
+    most = max([*ks, min(TOP, len(train))])
+    distances, index = nearest_neighbours(
+        train.features,
+        test.features,
+        most,
+        cosine=cosine,
+        device=device,
+        block_mb=block_mb,
+        header="nearest neighbours",
+    )
+    labels = train.labels[index]
+    nearest = torch.nn.functional.pad(labels[:, :TOP], (0, max(TOP - most, 0)), value=-1)
+    return nearest[None], neighbour_votes(labels, distances, test.labels, ks, num_classes)
+
+
+def main(args: Namespace) -> None:
+    check_args(args)
+    subject: Subject = open_subject(args)
+    numbers_of_neighbours(args, len(subject.datasets["train"]))  # fails now rather than after the work
+    report = Report(subject, "knn" if args.distance == "euclidean" else f"knn-{args.distance}")
+    train, test = subject.features("train"), subject.features("val")
+    ks = numbers_of_neighbours(args, len(train))  # of the readable images
+    top5, votes = evaluate(
+        train,
+        test,
+        ks=ks,
+        num_classes=len(subject.classes),
+        cosine=args.distance == "cosine",
+        device=subject.device,
+        block_mb=args.block_mb,
+    )
+
+    figures = summary(top5, test.labels)
+    show_table(
+        f"nearest neighbour ({args.distance}) on {subject.data_name}",
+        ["Acc@1", "Acc@5"],
+        [[shown(figures, "acc1"), shown(figures, "acc5")]],
+    )
+    show_table(
+        "votes of the k nearest, Acc@1",
+        ["k", "majority", "weighted"],
+        [[k, f"{acc['majority']:.2f}", f"{acc['weighted']:.2f}"] for k, acc in votes.items()],
+    )
+    report.scalar("acc1", figures["acc1"], 0)
+    report.scalar("acc5", figures["acc5"], 0)
+    for k, acc in votes.items():
+        for name, value in acc.items():
+            report.scalar(name, value, int(k))
+    report.write(test, top5, [args.seed], {"distance": args.distance}, train_images=len(train), votes=votes)
+
+
+if __name__ == "__main__":
+    run(main, get_args_parser())

@@ -1,0 +1,144 @@
+"""What the evaluations share: the frozen encoder, the labelled data, and the features that join them."""
+
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from models_vit import SIZES, VisionTransformer, find_checkpoint, infer_model, load_encoder
+from util.arguments import (
+    add_data_arguments,
+    add_distributed_arguments,
+    add_encoder_arguments,
+    add_machine_arguments,
+    add_result_arguments,
+    check_shared_args,
+)
+from util.datasets import SeededDataset, build_eval_dataset, image_names
+from util.features import FeatureCache, FeatureSet, extract_features, file_hash, fingerprint
+from util.misc import ArgumentParser, UserError, amp_dtype, init_distributed_mode, logger, pick_device
+
+
+def add_evaluation_arguments(parser: ArgumentParser) -> None:
+    add_encoder_arguments(parser)
+    add_data_arguments(parser)
+    add_result_arguments(parser)
+    add_machine_arguments(parser)
+    add_distributed_arguments(parser)
+
+
+@dataclass
+class Subject:
+    """What is judged, and on what: an encoder, the training images and the test images ("val") of a labelled set."""
+
+    args: Namespace
+    encoder: VisionTransformer
+    device: torch.device
+    checkpoint: Path | None
+    checkpoint_sha256: str | None
+    datasets: dict[str, SeededDataset]
+    names: dict[str, list[str]]  # of all images, by split
+    cache: FeatureCache
+
+    @property
+    def classes(self) -> list[str]:
+        return self.datasets["train"].source.classes
+
+    @property
+    def data_name(self) -> str:
+        if self.args.data_name:
+            return self.args.data_name
+        return Path(self.args.data_path).resolve().name if self.args.data_set == "folder" else self.args.data_set
+
+    def settings(self) -> dict:
+        """All that makes this encoder's features what they are, but for its weights and the images."""
+        args = self.args
+        return {
+            "model": args.model,
+            "pooling": "global_pool" if args.global_pool else "cls_token",
+            "input_size": list(args.input_size),
+            "precision": str(amp_dtype(args.amp, self.device) or torch.float32).removeprefix("torch."),
+        }
+
+    def encode(self, imgs: torch.Tensor) -> torch.Tensor:
+        return self.encoder.forward_features(imgs)
+
+    def features(self, split: str) -> FeatureSet:
+        """Of the centre crops of a split; extracted once, by all processes together."""
+        dataset, args = self.datasets[split], self.args
+        depends_on = {
+            **self.settings(),
+            "checkpoint": self.checkpoint_sha256 or f"random weights, seed {args.seed}",
+            "transform": repr(dataset.transform),
+            "mode": dataset.mode,
+            "images": fingerprint(dataset.source, self.names[split]),
+        }
+        extract = lambda: extract_features(  # noqa: E731
+            self.encode,
+            dataset,
+            list(range(len(dataset))),
+            width=self.encoder.embed_dim,
+            device=self.device,
+            amp=amp_dtype(args.amp, self.device),
+            batch_size=args.batch_size,
+            num_workers=args.num_workers,
+            pin_mem=args.pin_mem and self.device.type == "cuda",
+            header=f"features of {split}",
+        )
+        return self.cache.get(f"{self.data_name}-{split}", depends_on, extract)
+
+
+def open_subject(args: Namespace) -> Subject:
+    """Read the flags, the checkpoint and the file lists; fails here, before any work, if something is amiss."""
+    check_shared_args(args)
+    device = init_distributed_mode(pick_device(args.device))
+    checkpoint = find_checkpoint(args.finetune) if args.finetune else None
+    encoder = load_encoder(
+        checkpoint,
+        model=args.model,
+        input_size=args.input_size,
+        in_chans=args.in_chans,
+        global_pool=args.global_pool,
+        seed=args.seed,
+    )
+    # From here on the flags say what is used, whether it was given or inferred.
+    args.model = args.model or infer_model(encoder.state_dict(), str(checkpoint))
+    args.input_size = list(encoder.patch_embed.img_size)
+    args.in_chans = encoder.patch_embed.proj.in_channels
+    datasets = {split: labelled(build_eval_dataset(args, split), args) for split in ("train", "val")}
+    folder = args.cache_dir or (Path(args.output_dir) / "features" if args.output_dir else None)
+    subject = Subject(
+        args,
+        encoder.to(device),
+        device,
+        checkpoint,
+        file_hash(checkpoint) if checkpoint else None,
+        datasets,
+        names={split: image_names(dataset.source, args, split) for split, dataset in datasets.items()},
+        cache=FeatureCache(Path(folder) if folder and not args.no_cache else None),
+    )
+    describe(subject)
+    return subject
+
+
+def labelled(dataset: SeededDataset, args: Namespace) -> SeededDataset:
+    if not dataset.source.classes:
+        raise UserError(f"--data_path {args.data_path} has no class folders, so there are no labels to judge by")
+    return dataset
+
+
+def describe(subject: Subject) -> None:
+    settings = subject.settings()
+    logger.info(
+        "%s (%s, width %d, %s) from %s",
+        settings["model"],
+        settings["pooling"],
+        SIZES[settings["model"]][1],
+        "x".join(map(str, settings["input_size"])) + " px",
+        subject.checkpoint or f"random weights, seed {subject.args.seed}",
+    )
+    train, test = (len(subject.datasets[split]) for split in ("train", "val"))
+    logger.info(
+        "%s: %d training and %d test images of %d classes", subject.data_name, train, test, len(subject.classes)
+    )

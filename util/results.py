@@ -1,0 +1,156 @@
+"""What every evaluation leaves behind: a line in results.jsonl, predictions of every image, TensorBoard, a table."""
+
+import datetime
+import itertools
+import json
+import os
+import platform
+import re
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import timm
+import torch
+import torchvision
+from torch.utils.tensorboard import SummaryWriter
+
+from util.compare import RESULTS
+from util.evaluation import Subject
+from util.features import FeatureSet
+from util.misc import UserError, is_main_process, logger
+
+TOP = 5
+
+
+def top_classes(logits: torch.Tensor) -> torch.Tensor:
+    """The five classes with the highest scores [..., C], best first: int64 [..., 5], filled up with -1."""
+    best = logits.topk(min(TOP, logits.shape[-1]), dim=-1).indices
+    return torch.nn.functional.pad(best, (0, TOP - best.shape[-1]), value=-1)
+
+
+def accuracies(top5: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Acc@1 and Acc@5 in percent of predictions [..., N, 5] for labels [N]: two tensors [...]."""
+    right = top5 == labels[:, None]
+    return 100 * right[..., 0].double().mean(dim=-1), 100 * right.any(dim=-1).double().mean(dim=-1)
+
+
+def summary(top5: torch.Tensor, labels: torch.Tensor) -> dict[str, float | None]:
+    """Mean accuracies over runs, and their sample standard deviations (None for one run), of predictions [R, N, 5]."""
+    figures = {}
+    for name, values in zip(("acc1", "acc5"), accuracies(top5, labels), strict=True):
+        figures[name] = values.mean().item()
+        figures[f"{name}_std"] = values.std().item() if len(values) > 1 else None
+    return figures
+
+
+def shown(figures: dict[str, float | None], name: str) -> str:
+    """71.25, or 71.25 ± 0.40 where there were several runs."""
+    deviation = figures[f"{name}_std"]
+    return f"{figures[name]:.2f}" + ("" if deviation is None else f" ± {deviation:.2f}")
+
+
+def show_table(title: str, header: list[str], rows: list[list[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows)]
+    logger.info("%s", "\n".join([title, *lines]))
+
+
+def warn_of_few_classes(num_classes: int) -> None:
+    if num_classes < TOP:
+        logger.info("Acc@5 counts all %d classes, because there are fewer than five", num_classes)
+
+
+class Report:
+    """Writes the results of one evaluation below `--output_dir`; the first process writes for all."""
+
+    def __init__(self, subject: Subject, protocol: str):
+        self.subject, self.protocol = subject, protocol
+        args = subject.args
+        self.folder = Path(args.output_dir) if args.output_dir and is_main_process() else None
+        if self.folder:  # now, rather than after hours of work
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                (self.folder / RESULTS).open("a").close()
+            except OSError as error:
+                raise UserError(f"--output_dir {self.folder} cannot be written: {error.strerror}") from None
+        self.log_writer = SummaryWriter(args.log_dir) if args.log_dir and is_main_process() else None
+
+    def scalar(self, name: str, value: float, step: int) -> None:
+        if self.log_writer:
+            self.log_writer.add_scalar(f"{self.protocol}/{self.subject.data_name}/{name}", value, step)
+
+    def write(
+        self, test: FeatureSet, top5: torch.Tensor, seeds: list[int], settings: dict, *, train_images: int, **details
+    ) -> None:
+        """Save predictions int [R, N, 5], one set per seed, or [S, R, N, 5] for S numbers of shots."""
+        subject, args = self.subject, self.subject.args
+        if self.log_writer:
+            self.log_writer.flush()
+        if not self.folder:
+            return
+        names = subject.names["val"]
+        right = (top5 == test.labels[:, None]).numpy()
+        arrays = {
+            "images": np.array([names[i] for i in test.indices.tolist()]),
+            "labels": test.labels.numpy().astype(np.int32),
+            "top5": top5.numpy().astype(np.int32),
+            "correct": right[..., 0],
+            "correct5": right.any(axis=-1),
+            "seeds": np.array(seeds),
+            "classes": np.array(subject.classes),
+        }
+        if "shots" in details:
+            arrays["shots"] = np.array([int(shots) for shots in details["shots"]])
+        predictions = self.save_arrays(arrays)
+        line = {
+            "protocol": self.protocol,
+            "data": subject.data_name,
+            "checkpoint": str(subject.checkpoint) if subject.checkpoint else None,
+            "checkpoint_sha256": subject.checkpoint_sha256,
+            "settings": subject.settings() | settings,
+            "seed": args.seed,
+            "runs": len(seeds),
+            **summary(top5 if top5.ndim == 3 else top5[-1], test.labels),
+            **details,
+            "images": {
+                "train": train_images,
+                "test": len(test),
+                "unreadable": len(names) - len(test),
+            },
+            "classes": len(subject.classes),
+            "predictions": predictions,
+            "commit": git_commit(),
+            "versions": versions(),
+            "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        }
+        with open(self.folder / RESULTS, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        logger.info("appended to %s, predictions in %s", self.folder / RESULTS, self.folder / predictions)
+
+    def save_arrays(self, arrays: dict[str, np.ndarray]) -> str:
+        """Write PROTOCOL-DATA-N.npz with the first free number N, so that no earlier result loses its predictions."""
+        stem = re.sub(r"[^\w.-]+", "_", f"{self.protocol}-{self.subject.data_name}")
+        number = next(number for number in itertools.count() if not (self.folder / f"{stem}-{number}.npz").exists())
+        with open(self.folder / f"{stem}-{number}.npz", "xb") as file:
+            np.savez_compressed(file, **arrays)
+        return f"{stem}-{number}.npz"
+
+
+def git_commit() -> str | None:
+    """Of this code, with "-dirty" where files differ from it; None outside a repository."""
+    command = ["git", "-C", os.path.dirname(__file__), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def versions() -> dict[str, str]:
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torchvision": torchvision.__version__,
+        "timm": timm.__version__,
+        "numpy": np.__version__,
+    }
