@@ -16,9 +16,10 @@ import torch
 from util.arguments import check_at_least
 from util.evaluation import Subject, add_evaluation_arguments, open_subject
 from util.features import FeatureSet
+from util.metrics import TOP, summary
 from util.misc import ArgumentParser, UserError, run
 from util.neighbours import inverse_distance, nearest_neighbours, vote
-from util.results import TOP, Report, show_table, shown, summary
+from util.results import Report, show_table, shown
 
 DEFAULT_K = (1, 5, 10, 20)
 

@@ -297,11 +297,21 @@ class EpochBatches(Sampler):
     """Batches of (epoch, index) keys, in an order that is a function of (seed, epoch).
 
     A global batch is a run of the shuffled order, and each rank takes its own slice of it, so that the same images form
-    a batch whatever the number of ranks. What does not fill a global batch is dropped, as upstream does.
+    a batch whatever the number of ranks. What does not fill a global batch is dropped, as upstream does. `subset` holds
+    the indices to draw from, if not all.
     """
 
-    def __init__(self, num_samples: int, batch_size: int, seed: int, rank: int = 0, world_size: int = 1):
-        self.num_samples, self.batch_size, self.seed = num_samples, batch_size, seed
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        subset: list[int] | None = None,
+    ):
+        self.num_samples = num_samples if subset is None else len(subset)
+        self.batch_size, self.seed, self.subset = batch_size, seed, subset
         self.rank, self.world_size = rank, world_size
         self.epoch = 0
 
@@ -310,6 +320,8 @@ class EpochBatches(Sampler):
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         order = torch.randperm(self.num_samples, generator=generator("order", self.seed, self.epoch)).tolist()
+        if self.subset is not None:
+            order = [self.subset[i] for i in order]
         for batch in range(len(self)):
             start = (batch * self.world_size + self.rank) * self.batch_size
             yield [(self.epoch, index) for index in order[start : start + self.batch_size]]

@@ -1,5 +1,6 @@
 """What the evaluations share: the frozen encoder, the labelled data, and the features that join them."""
 
+import re
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,11 @@ class Subject:
             return self.args.data_name
         return Path(self.args.data_path).resolve().name if self.args.data_set == "folder" else self.args.data_set
 
+    @property
+    def file_name(self) -> str:
+        """The data's name, fit for a file."""
+        return re.sub(r"[^\w.-]+", "_", self.data_name)
+
     def settings(self) -> dict:
         """All that makes this encoder's features what they are, but for its weights and the images."""
         args = self.args
@@ -86,7 +92,7 @@ class Subject:
             pin_mem=args.pin_mem and self.device.type == "cuda",
             header=f"features of {split}",
         )
-        return self.cache.get(f"{self.data_name}-{split}", depends_on, extract)
+        return self.cache.get(f"{self.file_name}-{split}", depends_on, extract)
 
 
 def open_subject(args: Namespace) -> Subject:

@@ -32,6 +32,9 @@ class FeatureSet:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def take(self, positions: torch.Tensor) -> "FeatureSet":
+        return FeatureSet(self.features[positions], self.labels[positions], self.indices[positions])
+
 
 @torch.no_grad()
 def extract_features(

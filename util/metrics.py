@@ -1,6 +1,8 @@
-"""Figures that say how healthy masks are."""
+"""Figures that say how healthy masks are, and how often predictions are right."""
 
 import torch
+
+TOP = 5  # predictions kept for each image
 
 
 def mask_health(mask: torch.Tensor, keep_prob: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
@@ -26,3 +28,24 @@ def mask_health(mask: torch.Tensor, keep_prob: torch.Tensor | None = None) -> di
     if keep_prob is not None:
         health["decisive"] = ((keep_prob - 0.5).abs() >= 0.4).float().mean()
     return health
+
+
+def top_classes(logits: torch.Tensor) -> torch.Tensor:
+    """The five classes with the highest scores [..., C], best first: int64 [..., 5], filled up with -1."""
+    best = logits.topk(min(TOP, logits.shape[-1]), dim=-1).indices
+    return torch.nn.functional.pad(best, (0, TOP - best.shape[-1]), value=-1)
+
+
+def accuracies(top5: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Acc@1 and Acc@5 in percent of predictions [..., N, 5] for labels [N]: two tensors [...]."""
+    right = top5 == labels[:, None]
+    return 100 * right[..., 0].double().mean(dim=-1), 100 * right.any(dim=-1).double().mean(dim=-1)
+
+
+def summary(top5: torch.Tensor, labels: torch.Tensor) -> dict[str, float | None]:
+    """Mean accuracies over runs, and their sample standard deviations (None for one run), of predictions [R, N, 5]."""
+    figures = {}
+    for name, values in zip(("acc1", "acc5"), accuracies(top5, labels), strict=True):
+        figures[name] = values.mean().item()
+        figures[f"{name}_std"] = values.std().item() if len(values) > 1 else None
+    return figures

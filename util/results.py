@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 import platform
-import re
 import subprocess
 from pathlib import Path
 
@@ -18,30 +17,8 @@ from torch.utils.tensorboard import SummaryWriter
 from util.compare import RESULTS
 from util.evaluation import Subject
 from util.features import FeatureSet
+from util.metrics import TOP, summary
 from util.misc import UserError, is_main_process, logger
-
-TOP = 5
-
-
-def top_classes(logits: torch.Tensor) -> torch.Tensor:
-    """The five classes with the highest scores [..., C], best first: int64 [..., 5], filled up with -1."""
-    best = logits.topk(min(TOP, logits.shape[-1]), dim=-1).indices
-    return torch.nn.functional.pad(best, (0, TOP - best.shape[-1]), value=-1)
-
-
-def accuracies(top5: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Acc@1 and Acc@5 in percent of predictions [..., N, 5] for labels [N]: two tensors [...]."""
-    right = top5 == labels[:, None]
-    return 100 * right[..., 0].double().mean(dim=-1), 100 * right.any(dim=-1).double().mean(dim=-1)
-
-
-def summary(top5: torch.Tensor, labels: torch.Tensor) -> dict[str, float | None]:
-    """Mean accuracies over runs, and their sample standard deviations (None for one run), of predictions [R, N, 5]."""
-    figures = {}
-    for name, values in zip(("acc1", "acc5"), accuracies(top5, labels), strict=True):
-        figures[name] = values.mean().item()
-        figures[f"{name}_std"] = values.std().item() if len(values) > 1 else None
-    return figures
 
 
 def shown(figures: dict[str, float | None], name: str) -> str:
@@ -56,7 +33,7 @@ def show_table(title: str, header: list[str], rows: list[list[str]]) -> None:
     logger.info("%s", "\n".join([title, *lines]))
 
 
-def warn_of_few_classes(num_classes: int) -> None:
+def say_if_few_classes(num_classes: int) -> None:
     if num_classes < TOP:
         logger.info("Acc@5 counts all %d classes, because there are fewer than five", num_classes)
 
@@ -82,13 +59,16 @@ class Report:
 
     def write(
         self, test: FeatureSet, top5: torch.Tensor, seeds: list[int], settings: dict, *, train_images: int, **details
-    ) -> None:
-        """Save predictions int [R, N, 5], one set per seed, or [S, R, N, 5] for S numbers of shots."""
+    ) -> Path | None:
+        """Save predictions int [R, N, 5], one set per seed, or [S, R, N, 5] for S numbers of shots; returns their file.
+
+        `details` are further entries of the line, in the protocol's own terms.
+        """
         subject, args = self.subject, self.subject.args
         if self.log_writer:
             self.log_writer.flush()
         if not self.folder:
-            return
+            return None
         names = subject.names["val"]
         right = (top5 == test.labels[:, None]).numpy()
         arrays = {
@@ -119,22 +99,23 @@ class Report:
                 "unreadable": len(names) - len(test),
             },
             "classes": len(subject.classes),
-            "predictions": predictions,
+            "predictions": predictions.name,
             "commit": git_commit(),
             "versions": versions(),
             "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         }
         with open(self.folder / RESULTS, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-        logger.info("appended to %s, predictions in %s", self.folder / RESULTS, self.folder / predictions)
+        logger.info("appended to %s, predictions in %s", self.folder / RESULTS, predictions)
+        return predictions
 
-    def save_arrays(self, arrays: dict[str, np.ndarray]) -> str:
+    def save_arrays(self, arrays: dict[str, np.ndarray]) -> Path:
         """Write PROTOCOL-DATA-N.npz with the first free number N, so that no earlier result loses its predictions."""
-        stem = re.sub(r"[^\w.-]+", "_", f"{self.protocol}-{self.subject.data_name}")
-        number = next(number for number in itertools.count() if not (self.folder / f"{stem}-{number}.npz").exists())
-        with open(self.folder / f"{stem}-{number}.npz", "xb") as file:
+        paths = (self.folder / f"{self.protocol}-{self.subject.file_name}-{number}.npz" for number in itertools.count())
+        path = next(path for path in paths if not path.exists())
+        with open(path, "xb") as file:
             np.savez_compressed(file, **arrays)
-        return f"{stem}-{number}.npz"
+        return path
 
 
 def git_commit() -> str | None:

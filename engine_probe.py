@@ -1,0 +1,186 @@
+"""Linear classifiers on frozen features: upstream's probe, trained by gradient steps, and the few-shot softmax layer.
+
+LinearHeads, train_one_epoch    many heads at once: one for each run (seed) and learning rate
+fit_softmax                     one head, solved to its optimum
+predict                         the five likeliest classes of every image
+"""
+
+from argparse import Namespace
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from scipy.optimize import minimize
+from torch import nn
+
+from models_vit import VisionTransformer
+from util.datasets import EpochBatches, ImageLoader
+from util.features import FeatureSet
+from util.lars import LARS
+from util.lr_sched import learning_rate, set_learning_rate
+from util.metrics import top_classes
+from util.misc import autocast, gather_rows
+from util.progress import Progress
+
+Batch = tuple[torch.Tensor, torch.Tensor]  # features [R, B, D] and labels [R, B], for each of R runs
+
+
+class LinearHeads(nn.Module):
+    """For each of R runs and G learning rates: batch normalisation without parameters, then a linear layer.
+
+    The heads of a run see the same batches, so they share the statistics. Nothing else is shared: each head learns
+    exactly what it would learn alone.
+    """
+
+    def __init__(self, seeds: list[int], num_rates: int, width: int, num_classes: int):
+        super().__init__()
+        weights = [initial_weight(seed, width, num_classes).expand(num_rates, -1, -1) for seed in seeds]
+        self.weight = nn.Parameter(torch.stack(weights))  # [R, G, C, D]
+        self.bias = nn.Parameter(torch.zeros(len(seeds), num_rates, num_classes))
+        self.norm = nn.BatchNorm1d(len(seeds) * width, affine=False, eps=1e-6)  # a channel per run and feature
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Features [R, B, D] to logits [R, G, B, C]."""
+        runs, batch, width = x.shape
+        x = self.norm(x.transpose(0, 1).reshape(batch, runs * width)).view(batch, runs, width)
+        return torch.einsum("brd,rgcd->rgbc", x, self.weight) + self.bias[:, :, None]
+
+
+def initial_weight(seed: int, width: int, num_classes: int) -> torch.Tensor:
+    weight = torch.empty(num_classes, width)
+    return nn.init.trunc_normal_(weight, std=0.01, generator=torch.Generator().manual_seed(seed))
+
+
+def build_optimizer(heads: LinearHeads, args: Namespace) -> LARS:
+    return LARS(heads.parameters(), weight_decay=args.weight_decay, batch_dims=2)
+
+
+def train_one_epoch(
+    heads: LinearHeads,
+    batches: Iterable[Batch],
+    num_batches: int,
+    optimizer: LARS,
+    rates: torch.Tensor,
+    epoch: int,
+    args: Namespace,
+) -> torch.Tensor:
+    """One epoch of all heads at peak learning rates `rates` [G]; returns the mean loss of each, [R, G]."""
+    heads.train()
+    steps = num_batches // args.accum_iter  # a last, incomplete accumulation is left out
+    total = torch.zeros(heads.bias.shape[:2], device=heads.bias.device)
+    for i, (x, labels) in enumerate(batches):
+        if i == steps * args.accum_iter:
+            break
+        if i % args.accum_iter == 0:
+            schedule = dict(min_lr=args.min_lr, warmup_epochs=args.warmup_epochs, epochs=args.epochs)
+            set_learning_rate(optimizer, learning_rate(epoch + i / args.accum_iter / steps, lr=rates, **schedule))
+        losses = head_losses(heads(x), labels)
+        (losses.sum() / args.accum_iter).backward()
+        total += losses.detach()
+        if (i + 1) % args.accum_iter == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return total / (steps * args.accum_iter)
+
+
+def head_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy of each head [R, G], from logits [R, G, B, C] and each run's labels [R, B]."""
+    runs, rates, batch, classes = logits.shape
+    labels = labels[:, None].expand(-1, rates, -1)
+    losses = F.cross_entropy(logits.reshape(-1, classes), labels.reshape(-1), reduction="none")
+    return losses.view(runs, rates, batch).mean(dim=2)
+
+
+@torch.no_grad()
+def predict(heads: LinearHeads, features: torch.Tensor, block: int = 2048) -> torch.Tensor:
+    """The five likeliest classes of each feature vector [N, D] by each head: int64 [R, G, N, 5] on the CPU."""
+    heads.eval()
+    runs, device = len(heads.weight), heads.weight.device
+    logits = (heads(part.to(device).expand(runs, -1, -1)) for part in features.split(block))
+    return torch.cat([top_classes(part).cpu() for part in logits], dim=2)
+
+
+# --- Batches ---
+
+
+class CachedBatches:
+    """Features that were extracted once, in an order of its own for each seed."""
+
+    def __init__(self, train: FeatureSet, seeds: list[int], batch_size: int, device: torch.device):
+        self.train, self.device = train, device
+        self.num_samples = len(train)
+        self.orders = [EpochBatches(len(train), batch_size, seed) for seed in seeds]
+
+    def __len__(self) -> int:
+        return len(self.orders[0])
+
+    def epoch(self, epoch: int) -> Iterator[Batch]:
+        for order in self.orders:
+            order.epoch = epoch
+        for keys in zip(*self.orders, strict=True):
+            index = torch.tensor([[i for _, i in batch] for batch in keys])  # [R, B]
+            yield self.train.features[index].to(self.device), self.train.labels[index].to(self.device)
+
+
+class EncodedBatches:
+    """Upstream's protocol: augmented images, encoded anew in every epoch. One run.
+
+    Each process encodes its share of a batch. The head is so small that every process then trains all of it, on the
+    features of the whole batch: the result is the same for any number of processes.
+    """
+
+    def __init__(self, encoder: VisionTransformer, loader: ImageLoader, device: torch.device, amp: torch.dtype | None):
+        self.encoder, self.loader, self.device, self.amp = encoder, loader, device, amp
+        self.num_samples = loader.batches.num_samples
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def epoch(self, epoch: int) -> Iterator[Batch]:
+        self.loader.set_epoch(epoch)
+        progress = Progress(f"epoch {epoch}", len(self), self.loader.batches.batch_size)
+        for imgs, labels in self.loader:
+            with torch.no_grad(), autocast(self.device, self.amp):
+                features = self.encoder.forward_features(imgs.to(self.device, non_blocking=True)).float()
+            yield gather_rows(features)[None], gather_rows(labels.to(self.device))[None]
+            progress.advance_and_report("images/s")
+        progress.close()
+
+
+# --- Few shots ---
+
+
+def fit_softmax(
+    features: torch.Tensor, labels: torch.Tensor, num_classes: int, l2: float, device: torch.device
+) -> LinearHeads:
+    """The softmax layer on few features [M, D] that minimises sum of cross-entropies + l2 / 2 |W|^2.
+
+    The features are standardised with their own mean and deviation, as the probe's batch normalisation would. The
+    problem is convex: it has one answer, and no learning rate, schedule or seed takes part in it.
+    """
+    heads = LinearHeads([0], 1, features.shape[1], num_classes).double().to(device)
+    x, labels = features.double().to(device), labels.to(device)
+    heads.norm.running_mean.copy_(x.mean(dim=0))
+    heads.norm.running_var.copy_(x.var(dim=0, correction=0))
+    x = heads.eval().norm(x)
+    shape = heads.weight.shape[2:]
+
+    def objective(parameters: np.ndarray) -> tuple[float, np.ndarray]:
+        """Loss and gradient at flat parameters [C * (D + 1)]: weights, then biases."""
+        parameters = torch.from_numpy(parameters).to(device)
+        weight, bias = parameters[: shape.numel()].view(shape), parameters[shape.numel() :]
+        logits = x @ weight.T + bias
+        residual = logits.softmax(dim=1)
+        residual[torch.arange(len(labels)), labels] -= 1  # the gradient of the cross-entropies, [M, C]
+        loss = F.cross_entropy(logits, labels, reduction="sum") + l2 / 2 * weight.square().sum()
+        gradient = torch.cat([(residual.T @ x + l2 * weight).flatten(), residual.sum(dim=0)])
+        return loss.item(), gradient.cpu().numpy()
+
+    start = np.zeros(shape.numel() + num_classes)
+    solution = minimize(objective, start, jac=True, method="L-BFGS-B", options={"maxiter": 1000, "gtol": 1e-4})
+    parameters = torch.from_numpy(solution.x).to(device)
+    with torch.no_grad():
+        heads.weight.copy_(parameters[: shape.numel()].view_as(heads.weight))
+        heads.bias.copy_(parameters[shape.numel() :].view_as(heads.bias))
+    return heads.float()

@@ -1,0 +1,135 @@
+"""Judge a frozen encoder by a softmax layer that is trained on few labelled images per class.
+
+    python main_fewshot.py --finetune runs/clmae/checkpoint-399.pth --data_path data/aid --split 0.5 \
+        --shots 1 2 4 8 16 --runs 3 --output_dir eval/clmae
+
+On a machine with no GPU and no images, with random weights as the floor:
+    python main_fewshot.py --model vit_micro_patch4 --data_set shapes --num_workers 2 --output_dir eval/floor
+"""
+
+import json
+from argparse import Namespace
+
+import torch
+
+from engine_probe import fit_softmax, predict
+from util.arguments import check_at_least
+from util.evaluation import Subject, add_evaluation_arguments, open_subject
+from util.features import FeatureSet
+from util.metrics import summary
+from util.misc import ArgumentParser, UserError, generator, run
+from util.progress import Progress
+from util.results import Report, say_if_few_classes, show_table, shown
+
+
+def get_args_parser() -> ArgumentParser:
+    parser = ArgumentParser("main_fewshot.py", description=__doc__.split("\n")[0])
+    few = parser.add_argument_group("few shots")
+    few.add_argument("--shots", default=[1, 2, 4, 8, 16], type=int, nargs="+", help="training images per class")
+    few.add_argument("--runs", default=3, type=int, help="draws, with seeds seed, seed + 1, ...; gives a deviation")
+    few.add_argument("--allow_fewer", action="store_true", help="take all images of a class that has too few")
+    few.add_argument("--l2", default=1.0, type=float, help="weight of |W|^2 / 2 beside the sum of the losses")
+    few.add_argument("--batch_size", default=256, type=int, help="images encoded at once, per process")
+    add_evaluation_arguments(parser)
+    return parser
+
+
+def check_args(args: Namespace) -> None:
+    check_at_least(args, 1, "runs", "batch_size")
+    if min(args.shots) < 1:
+        raise UserError(f"--shots {min(args.shots)} must be at least 1")
+    if args.l2 <= 0:
+        raise UserError(f"--l2 {args.l2} must be above 0: without it, separable images have no best softmax layer")
+    args.shots = sorted(set(args.shots))
+
+
+def check_enough(labels: torch.Tensor, classes: list[str], args: Namespace) -> None:
+    """Refuse, by name, classes with fewer training images than asked for."""
+    counts = torch.bincount(labels, minlength=len(classes)).tolist()
+    demand = 1 if args.allow_fewer else max(args.shots)
+    few = [f"{name} ({count})" for name, count in zip(classes, counts, strict=True) if count < demand]
+    if few:
+        more = f" and {len(few) - 5} more" if len(few) > 5 else ""
+        advice = "" if args.allow_fewer else "; lower it, or take what there is with --allow_fewer"
+        raise UserError(
+            f"--shots {max(args.shots)}: too few readable training images in {', '.join(few[:5])}{more}{advice}"
+        )
+
+
+def draw(labels: torch.Tensor, classes: list[str], most: int, seed: int) -> list[torch.Tensor]:
+    """For each class, the positions of up to `most` of its images, in the order in which they are drawn.
+
+    The first s of each class are the s-shot set, so that larger sets contain smaller ones. The order is a function of
+    the seed and the class.
+    """
+    drawn = []
+    for label, name in enumerate(classes):
+        positions = (labels == label).nonzero().flatten()
+        order = torch.randperm(len(positions), generator=generator("few shots", seed, name))
+        drawn.append(positions[order[:most]])
+    return drawn
+
+
+def evaluate(
+    train: FeatureSet,
+    test: FeatureSet,
+    draws: list[list[torch.Tensor]],
+    shots: list[int],
+    *,
+    l2: float = 1.0,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """The five likeliest classes of each test image, int64 [S, R, N, 5], for each number of shots and each draw."""
+    progress = Progress("few shots", len(shots) * len(draws), 1)
+    top5 = []
+    for number in shots:
+        for drawn in draws:
+            chosen = torch.cat([positions[:number] for positions in drawn])
+            head = fit_softmax(train.features[chosen], train.labels[chosen], len(drawn), l2, device)
+            top5.append(predict(head, test.features)[0, 0])
+            progress.advance()
+    progress.close()
+    return torch.stack(top5).view(len(shots), len(draws), len(test), -1)
+
+
+def save_draws(subject: Subject, train: FeatureSet, draws: list[list[torch.Tensor]], seeds: list[int], path) -> None:
+    """Names of the drawn images, by seed and class, in the order of drawing."""
+    names = subject.names["train"]
+    lists = {
+        str(seed): {
+            name: [names[train.indices[position]] for position in positions.tolist()]
+            for name, positions in zip(subject.classes, drawn, strict=True)
+        }
+        for seed, drawn in zip(seeds, draws, strict=True)
+    }
+    path.write_text(json.dumps(lists, indent=1) + "\n", encoding="utf-8")
+
+
+def main(args: Namespace) -> None:
+    check_args(args)
+    subject = open_subject(args)
+    report = Report(subject, "fewshot")
+    train, test = subject.features("train"), subject.features("val")
+    check_enough(train.labels, subject.classes, args)
+    seeds = [args.seed + i for i in range(args.runs)]
+    draws = [draw(train.labels, subject.classes, max(args.shots), seed) for seed in seeds]
+    top5 = evaluate(train, test, draws, args.shots, l2=args.l2, device=subject.device)
+
+    figures = {str(shots): summary(each, test.labels) for shots, each in zip(args.shots, top5, strict=True)}
+    say_if_few_classes(len(subject.classes))
+    show_table(
+        f"few-shot linear probing on {subject.data_name}, seeds {', '.join(map(str, seeds))}",
+        ["shots", "Acc@1", "Acc@5"],
+        [[shots, shown(values, "acc1"), shown(values, "acc5")] for shots, values in figures.items()],
+    )
+    for shots, values in figures.items():
+        for name in ("acc1", "acc5"):
+            report.scalar(name, values[name], int(shots))
+    settings = {"l2": args.l2, "allow_fewer": args.allow_fewer}
+    path = report.write(test, top5, seeds, settings, train_images=len(train), shots=figures)
+    if path:
+        save_draws(subject, train, draws, seeds, path.with_suffix(".draws.json"))
+
+
+if __name__ == "__main__":
+    run(main, get_args_parser())

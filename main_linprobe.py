@@ -1,0 +1,289 @@
+"""Judge a frozen encoder by a linear classifier on its features.
+
+Upstream's protocol: augmented images, encoded anew in each of 90 epochs:
+    torchrun --nproc_per_node=8 main_linprobe.py --finetune runs/clmae/checkpoint-399.pth --data_path /data/imagenet
+
+The same head on features extracted once, three seeds, the learning rate chosen on held-out training images:
+    python main_linprobe.py --finetune runs/clmae/checkpoint-399.pth --data_path data/aid --split 0.5 \
+        --cache_features --runs 3 --lr_grid 0.03 0.1 0.3 1 3 10
+
+On a machine with no GPU and no images, with random weights as the floor:
+    python main_linprobe.py --model vit_micro_patch4 --data_set shapes --cache_features --num_workers 2
+"""
+
+import copy
+import os
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine_probe import CachedBatches, EncodedBatches, LinearHeads, build_optimizer, predict, train_one_epoch
+from util import checkpoint as ckpt
+from util.arguments import check_at_least
+from util.datasets import EpochBatches, ImageLoader, build_probe_transform
+from util.evaluation import Subject, add_evaluation_arguments, open_subject
+from util.features import FeatureSet
+from util.metrics import accuracies, summary
+from util.misc import (
+    ArgumentParser,
+    TrainingDiverged,
+    UserError,
+    amp_dtype,
+    generator,
+    get_rank,
+    get_world_size,
+    logger,
+    run,
+)
+from util.results import Report, say_if_few_classes, show_table, shown
+from util.unfinished import Unfinished
+
+HELD_OUT = 0.1  # share of the training images on which --lr_grid is judged
+CACHED_REPORT = 10  # epochs between lines where an epoch takes a moment
+SETTINGS = ("epochs", "warmup_epochs", "batch_size", "accum_iter", "weight_decay", "min_lr", "lr_grid")
+
+
+def get_args_parser() -> ArgumentParser:
+    parser = ArgumentParser("main_linprobe.py", description=__doc__.split("\n")[0])
+    probe = parser.add_argument_group("linear probing")
+    probe.add_argument("--batch_size", default=512, type=int, help="images per process and iteration")
+    probe.add_argument("--epochs", default=90, type=int, help="passes over the data")
+    probe.add_argument("--accum_iter", default=1, type=int, help="micro-batches per update")
+    probe.add_argument("--runs", default=1, type=int, help="repeat with seeds seed, seed + 1, ...; gives a deviation")
+    probe.add_argument(
+        "--cache_features", action="store_true", help="train on features extracted once: no augmentation, much cheaper"
+    )
+    probe.add_argument("--nb_classes", default=None, type=int, help="outputs of the head; default: the data's classes")
+
+    optim = parser.add_argument_group("optimization")
+    optim.add_argument("--weight_decay", default=0, type=float, help="of the head; upstream has none")
+    optim.add_argument("--lr", default=None, type=float, help="absolute learning rate; default: blr * batch / 256")
+    optim.add_argument("--blr", default=0.1, type=float, help="base learning rate, per 256 images of a global batch")
+    optim.add_argument(
+        "--lr_grid",
+        default=None,
+        type=float,
+        nargs="+",
+        help="values of --blr to choose from, on held-out train images",
+    )
+    optim.add_argument("--min_lr", default=0.0, type=float, help="lower bound of the cosine")
+    optim.add_argument("--warmup_epochs", default=10, type=int, help="epochs of linear warm-up")
+
+    state = parser.add_argument_group("resuming")
+    state.add_argument("--resume", default="", help="auto: continue in --output_dir; a head's file, for --eval")
+    state.add_argument("--start_epoch", default=0, type=int, help="number of the first epoch")
+    state.add_argument("--eval", action="store_true", help="only test the head that --resume names")
+    state.add_argument("--dist_eval", action="store_true", help="as upstream; processes always share the evaluation")
+    add_evaluation_arguments(parser)
+    return parser
+
+
+def check_args(args: Namespace) -> None:
+    check_at_least(args, 1, "batch_size", "epochs", "accum_iter", "runs")
+    check_at_least(args, 0, "weight_decay", "blr", "min_lr", "warmup_epochs", "start_epoch")
+    if args.eval != (args.resume not in ("", "auto")):
+        raise UserError("--eval goes with --resume FILE, the .pth of a finished probe; --resume auto continues one")
+    if args.batch_size * int(os.environ.get("WORLD_SIZE", 1)) < 2:
+        raise UserError("--batch_size 1: batch normalisation needs at least two images")
+    if args.lr_grid is not None and (args.lr is not None or min(args.lr_grid) <= 0):
+        raise UserError("--lr_grid takes base learning rates above 0, and no --lr beside it")
+    if args.warmup_epochs >= args.epochs:
+        logger.warning("--warmup_epochs %d fills the whole run of %d epochs", args.warmup_epochs, args.epochs)
+
+
+@dataclass
+class Fit:
+    """Heads of some seeds, and their test Acc@1 after each epoch, [E, R]."""
+
+    seeds: list[int]
+    heads: LinearHeads
+    curve: torch.Tensor
+
+
+def absolute_rate(blr: float, args: Namespace) -> float:
+    return blr * args.batch_size * args.accum_iter * get_world_size() / 256
+
+
+def build_batches(
+    subject: Subject, seeds: list[int], train: FeatureSet | None, chosen: torch.Tensor | None, args: Namespace
+) -> CachedBatches | EncodedBatches:
+    """Batches of all training images, or of those at the positions `chosen` of `train`."""
+    device, global_batch = subject.device, args.batch_size * get_world_size()
+    if args.cache_features:
+        batches = CachedBatches(train if chosen is None else train.take(chosen), seeds, global_batch, device)
+    else:
+        dataset = copy.copy(subject.datasets["train"])
+        dataset.transform, (dataset.seed,) = build_probe_transform(args), seeds
+        subset = None if chosen is None else train.indices[chosen].tolist()
+        order = EpochBatches(len(dataset), args.batch_size, dataset.seed, get_rank(), get_world_size(), subset)
+        pin_mem = args.pin_mem and device.type == "cuda"
+        loader = ImageLoader(dataset, order, num_workers=args.num_workers, pin_mem=pin_mem)
+        batches = EncodedBatches(subject.encoder, loader, device, amp_dtype(args.amp, device))
+    if len(batches) < args.accum_iter:
+        raise UserError(
+            f"{batches.num_samples} training images do not fill one batch of {global_batch * args.accum_iter}; "
+            "lower --batch_size"
+        )
+    return batches
+
+
+def fit(
+    subject: Subject,
+    batches: CachedBatches | EncodedBatches,
+    seeds: list[int],
+    rates: list[float],
+    unfinished: Unfinished,
+    args: Namespace,
+    test: FeatureSet | None = None,
+) -> Fit:
+    """Train a head for each seed and absolute learning rate; with `test`, watch the test accuracy."""
+    num_classes = args.nb_classes or len(subject.classes)
+    heads = LinearHeads(seeds, len(rates), subject.encoder.embed_dim, num_classes).to(subject.device)
+    optimizer = build_optimizer(heads, args)
+    rates = torch.tensor(rates, device=subject.device)
+    start, curve = args.start_epoch, []
+    if state := unfinished.load():
+        start, curve = state["epoch"] + 1, state["curve"]
+        heads.load_state_dict(state["heads"])
+        optimizer.load_state_dict(state["optimizer"])
+    for epoch in range(start, args.epochs):
+        losses = train_one_epoch(heads, batches.epoch(epoch), len(batches), optimizer, rates, epoch, args)
+        if not losses.isfinite().any():
+            raise TrainingDiverged(f"the loss of the head is not finite in epoch {epoch}; try a lower --blr")
+        if test is not None:
+            acc1, _ = accuracies(predict(heads, test.features), test.labels)  # [R, G]
+            curve.append(acc1[:, 0].tolist())
+        report_epoch(epoch, losses, curve, args)
+        state = {"heads": heads.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch, "curve": curve}
+        unfinished.save(state)
+    return Fit(seeds, heads, torch.tensor(curve))
+
+
+def report_epoch(epoch: int, losses: torch.Tensor, curve: list[list[float]], args: Namespace) -> None:
+    if args.cache_features and (epoch + 1) % CACHED_REPORT and epoch + 1 < args.epochs:
+        return
+    test = f"  test Acc@1: {sum(curve[-1]) / len(curve[-1]):.2f}" if curve else ""
+    logger.info("epoch %d [%d/%d]  loss: %.4f%s", epoch, epoch + 1, args.epochs, losses.nanmean(), test)
+
+
+def choose_rate(
+    subject: Subject, train: FeatureSet, groups: list[list[int]], files: dict[str, Unfinished], args: Namespace
+) -> float:
+    """The value of `--lr_grid` whose heads are best, after the last epoch, on training images held out of training.
+
+    All runs get the same. The test images play no part.
+    """
+    order = torch.randperm(len(train), generator=generator("held out", args.seed))
+    held_out = order[: max(round(HELD_OUT * len(train)), 1)]
+    rest = order[len(held_out) :].sort().values
+    rates = [absolute_rate(blr, args) for blr in args.lr_grid]
+    scores = []
+    for seeds in groups:
+        batches = build_batches(subject, seeds, train, rest, args)
+        heads = fit(subject, batches, seeds, rates, files[f"lr_grid-seed{seeds[0]}"], args).heads
+        acc1, _ = accuracies(predict(heads, train.features[held_out]), train.labels[held_out])  # [R, G]
+        finite = heads.weight.isfinite().flatten(2).all(dim=2).cpu()
+        scores.append(torch.where(finite, acc1, 0))
+    mean = torch.cat(scores).mean(dim=0)
+    rows = [[f"{blr:g}", f"{score:.2f}"] for blr, score in zip(args.lr_grid, mean, strict=True)]
+    show_table(f"Acc@1 on {len(held_out)} held-out training images", ["blr", "Acc@1"], rows)
+    return args.lr_grid[int(mean.argmax())]
+
+
+def unfinished_files(subject: Subject, groups: list[list[int]], args: Namespace) -> dict[str, Unfinished]:
+    """Where each training keeps its state. With cached features nowhere: starting over is quicker than looking."""
+    identity = {name: getattr(args, name) for name in (*SETTINGS, "blr")}
+    identity |= subject.settings() | {"processes": get_world_size(), "checkpoint": subject.checkpoint_sha256}
+    kept = args.output_dir and not args.cache_features and not args.eval
+    stages = ("lr_grid-seed", "seed") if args.lr_grid else ("seed",)
+    labels = [f"{stage}{seeds[0]}" for seeds in groups for stage in stages]
+    paths = {label: Path(args.output_dir) / f"linprobe-{subject.file_name}-{label}.unfinished" for label in labels}
+    return {
+        label: Unfinished(path if kept else None, identity, resume=args.resume == "auto")
+        for label, path in paths.items()
+    }
+
+
+def train_probe(
+    subject: Subject, test: FeatureSet, groups: list[list[int]], files: dict[str, Unfinished], args: Namespace
+) -> list[Fit]:
+    """Heads for every group of seeds; sets `args.lr` to the learning rate that they were trained with."""
+    train = subject.features("train") if args.cache_features or args.lr_grid else None
+    if args.lr_grid:
+        args.blr = choose_rate(subject, train, groups, files, args)
+        logger.info("--blr %g is best on held-out training images; now training on all of them", args.blr)
+    args.lr = absolute_rate(args.blr, args) if args.lr is None else args.lr
+    fits = []
+    for seeds in groups:
+        batches = build_batches(subject, seeds, train, None, args)
+        fits.append(fit(subject, batches, seeds, [args.lr], files[f"seed{seeds[0]}"], args, test))
+    return fits
+
+
+def load_probe(path: str, subject: Subject, args: Namespace) -> list[Fit]:
+    """The heads of a finished probe."""
+    state = ckpt.load_checkpoint(path)
+    if "probe" not in state:
+        raise UserError(f"--resume {path} is not the .pth of a finished linear probe")
+    if state["checkpoint_sha256"] != subject.checkpoint_sha256:
+        logger.warning("%s was trained on the features of another checkpoint", path)
+    fits = []
+    for seeds, weights in state["probe"]:
+        num_classes = args.nb_classes or len(subject.classes)
+        heads = LinearHeads(seeds, 1, subject.encoder.embed_dim, num_classes).to(subject.device)
+        ckpt.load_weights(heads, weights, path)
+        fits.append(Fit(seeds, heads, torch.zeros(0, len(seeds))))
+    return fits
+
+
+def main(args: Namespace) -> None:
+    check_args(args)
+    subject = open_subject(args)
+    if args.nb_classes is not None and args.nb_classes < len(subject.classes):
+        raise UserError(f"--nb_classes {args.nb_classes} is less than the {len(subject.classes)} classes of the data")
+    report = Report(subject, "linprobe-cached" if args.cache_features else "linprobe")
+    seeds = [args.seed + i for i in range(args.runs)]
+    # Cached features train all runs together; otherwise each augments and encodes its own images.
+    groups = [seeds] if args.cache_features else [[seed] for seed in seeds]
+    files = unfinished_files(subject, groups, args)
+    test = subject.features("val")
+    fits = load_probe(args.resume, subject, args) if args.eval else train_probe(subject, test, groups, files, args)
+    top5 = torch.cat([predict(fit.heads, test.features)[:, 0] for fit in fits])  # [R, N, 5]
+
+    details = show_results(subject, test, top5, fits, report, args)
+    settings = {name: getattr(args, name) for name in (*SETTINGS, "lr")}
+    seeds = [seed for fit in fits for seed in fit.seeds]
+    path = report.write(test, top5, seeds, settings, train_images=len(subject.datasets["train"]), **details)
+    if path and not args.eval:
+        probe = [[fit.seeds, fit.heads.state_dict()] for fit in fits]
+        state = {"probe": probe, "checkpoint_sha256": subject.checkpoint_sha256, "classes": subject.classes}
+        ckpt.save_checkpoint(path.with_suffix(".pth"), state)
+    for file in files.values():
+        file.remove()
+
+
+def show_results(
+    subject: Subject, test: FeatureSet, top5: torch.Tensor, fits: list[Fit], report: Report, args: Namespace
+) -> dict:
+    """The last epoch is the result. The best epoch on the test images is told apart; returns it for the record."""
+    figures = summary(top5, test.labels)
+    seeds = ", ".join(str(seed) for fit in fits for seed in fit.seeds)
+    say_if_few_classes(len(subject.classes))
+    title = f"linear probing on {subject.data_name}, last epoch, seeds {seeds}"
+    show_table(title, ["Acc@1", "Acc@5"], [[shown(figures, "acc1"), shown(figures, "acc5")]])
+    for name in ("acc1", "acc5"):
+        report.scalar(name, figures[name], args.epochs)
+    curve = torch.cat([fit.curve for fit in fits], dim=1).mean(dim=1).tolist()  # [E], mean over runs
+    for epoch, acc1 in enumerate(curve):
+        report.scalar("acc1_by_epoch", acc1, epoch)
+    if not curve:
+        return {}
+    best = max(range(len(curve)), key=curve.__getitem__)
+    logger.info("(best epoch by test accuracy, which is no result: %d, with Acc@1 %.2f)", best, curve[best])
+    return {"best_test_epoch": {"epoch": best, "acc1": curve[best]}}
+
+
+if __name__ == "__main__":
+    run(main, get_args_parser())
