@@ -8,10 +8,8 @@ predict                         the five likeliest classes of every image
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from scipy.optimize import minimize
 from torch import nn
 
 from models_vit import VisionTransformer
@@ -152,7 +150,7 @@ class EncodedBatches:
 
 
 def fit_softmax(
-    features: torch.Tensor, labels: torch.Tensor, num_classes: int, l2: float, device: torch.device
+    features: torch.Tensor, labels: torch.Tensor, num_classes: int, l2: float, device: torch.device | str
 ) -> LinearHeads:
     """The softmax layer on few features [M, D] that minimises sum of cross-entropies + l2 / 2 |W|^2.
 
@@ -163,24 +161,22 @@ def fit_softmax(
     x, labels = features.double().to(device), labels.to(device)
     heads.norm.running_mean.copy_(x.mean(dim=0))
     heads.norm.running_var.copy_(x.var(dim=0, correction=0))
-    x = heads.eval().norm(x)
-    shape = heads.weight.shape[2:]
+    heads.eval()  # normalise with these statistics
+    nn.init.zeros_(heads.weight)
+    optimizer = torch.optim.LBFGS(
+        heads.parameters(),
+        max_iter=1000,
+        tolerance_grad=1e-4,
+        tolerance_change=1e-12,
+        history_size=10,
+        line_search_fn="strong_wolfe",
+    )
 
-    def objective(parameters: np.ndarray) -> tuple[float, np.ndarray]:
-        """Loss and gradient at flat parameters [C * (D + 1)]: weights, then biases."""
-        parameters = torch.from_numpy(parameters).to(device)
-        weight, bias = parameters[: shape.numel()].view(shape), parameters[shape.numel() :]
-        logits = x @ weight.T + bias
-        residual = logits.softmax(dim=1)
-        residual[torch.arange(len(labels)), labels] -= 1  # the gradient of the cross-entropies, [M, C]
-        loss = F.cross_entropy(logits, labels, reduction="sum") + l2 / 2 * weight.square().sum()
-        gradient = torch.cat([(residual.T @ x + l2 * weight).flatten(), residual.sum(dim=0)])
-        return loss.item(), gradient.cpu().numpy()
+    def objective() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(heads(x[None])[0, 0], labels, reduction="sum") + l2 / 2 * heads.weight.square().sum()
+        loss.backward()
+        return loss
 
-    start = np.zeros(shape.numel() + num_classes)
-    solution = minimize(objective, start, jac=True, method="L-BFGS-B", options={"maxiter": 1000, "gtol": 1e-4})
-    parameters = torch.from_numpy(solution.x).to(device)
-    with torch.no_grad():
-        heads.weight.copy_(parameters[: shape.numel()].view_as(heads.weight))
-        heads.bias.copy_(parameters[shape.numel() :].view_as(heads.bias))
+    optimizer.step(objective)
     return heads.float()

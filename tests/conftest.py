@@ -1,8 +1,11 @@
 """What the tests share: upstream's figures, a tiny model, and a small tensor of shapes."""
 
 import json
+import logging
+import sys
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ from torch import nn
 
 from models_mae import MaskedAutoencoderViT
 from util.datasets import pixel_statistics
+from util.misc import logger, run
 from util.shapes import ShapesDataset
 
 DATA = Path(__file__).parent / "data"
@@ -63,3 +67,30 @@ def shapes() -> tuple[torch.Tensor, torch.Tensor]:
     imgs = (torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2) / 255 - mean) / std
     covered = torch.from_numpy(np.stack(objects)).float().view(-1, 8, 4, 8, 4).mean(dim=(2, 4)).flatten(1)
     return imgs, (covered > 0) & (covered < 1)
+
+
+@pytest.fixture
+def program(monkeypatch, capsys):
+    """Runs a main_*.py module in this process; returns (exit code, standard output, standard error)."""
+
+    def call(module: ModuleType, *flags):
+        monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *map(str, flags)])
+        code = 0
+        try:
+            run(module.main, module.get_args_parser())
+        except SystemExit as stop:
+            code = stop.code
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    yield call
+    logger.handlers.clear()  # they hold this test's captured streams
+
+
+@pytest.fixture
+def clmae_log(caplog):
+    """What the programs log, for tests that call their parts."""
+    logger.propagate = True
+    logger.setLevel(logging.INFO)
+    yield caplog
+    logger.propagate = False

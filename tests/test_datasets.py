@@ -1,6 +1,5 @@
 """Where images come from, that a sample is a function of (seed, epoch, index), and what happens to damaged files."""
 
-import logging
 import struct
 
 import numpy as np
@@ -14,6 +13,8 @@ from util.datasets import (
     build_eval_dataset,
     build_pretrain_loader,
     build_source,
+    image_names,
+    labels_of,
     pixel_statistics,
 )
 from util.misc import UserError
@@ -133,6 +134,67 @@ def test_class_list(class_folders, tmp_path):
         build_source(parse("--data_path", class_folders, "--class_list", tmp_path / "none"), "train")
 
 
+@pytest.fixture
+def one_folder(tmp_path):
+    """A single folder of classes: a with 10 images, b with 5, c with 2, d with 1."""
+    for name, number in (("a", 10), ("b", 5), ("c", 2), ("d", 1)):
+        for i in range(number):
+            write_image(tmp_path / name / f"{i}.png")
+    return tmp_path
+
+
+def test_split_divides_every_class(one_folder):
+    def part(split, *flags):
+        return build_source(parse("--data_path", one_folder, "--split", 0.8, *flags), split).samples
+
+    train, test = part("train"), part("val")
+    assert sorted(train + test) == sorted(build_source(parse("--data_path", one_folder), "train").samples)
+    counts = [[sum(label == c for _, label in samples) for c in range(4)] for samples in (train, test)]
+    assert counts == [[8, 4, 1, 1], [2, 1, 1, 0]], "80 % each, and both parts get an image where there are two"
+    assert part("train") == train == part("pretrain")
+    assert len({tuple(part("train", "--split_seed", seed)) for seed in range(5)}) > 1
+
+
+def test_split_is_for_a_single_folder(class_folders, one_folder):
+    with pytest.raises(UserError, match=r"--split divides a single folder of classes, but .*/val"):
+        build_source(parse("--data_path", class_folders, "--split", 0.5), "train")
+    with pytest.raises(UserError, match=r"no folder val or test.*--split 0\.8"):
+        build_source(parse("--data_path", one_folder / "a"), "val")
+    for share in (0, 1, 80):
+        with pytest.raises(UserError, match=f"--split {share}"):
+            parse("--data_path", one_folder, "--split", share)
+
+
+def test_the_training_images_define_the_classes(class_folders):
+    """A class without test images must not shift the labels of those after it."""
+    for path in (class_folders / "val" / "b").iterdir():
+        path.unlink()
+    args = parse("--data_path", class_folders)
+    assert [label for _, label in build_source(args, "val").samples] == [0, 0, 2, 2, 3, 3, 4, 4, 5, 5]
+    write_image(class_folders / "val" / "zebra" / "0.png")
+    with pytest.raises(UserError, match=r"val has classes that .*train has not: zebra"):
+        build_source(args, "val")
+
+
+def test_names_do_not_depend_on_where_the_data_lie(class_folders):
+    args = parse("--data_path", class_folders)
+    assert image_names(build_source(args, "val"), args, "val")[:3] == ["val/a/0.png", "val/a/1.png", "val/b/0.png"]
+    args = parse("--data_set", "shapes", "--shapes_images", 10)
+    assert image_names(build_source(args, "val"), args, "val") == ["shapes/val/0", "shapes/val/1"]
+
+
+def test_labels_without_opening_an_image(class_folders, tmp_path):
+    for flags in (("--data_path", class_folders), ("--data_set", "shapes", "--shapes_images", 12)):
+        source = build_source(parse(*flags), "train")
+        assert labels_of(source).tolist() == [source[i][1] for i in range(len(source))]
+
+
+def test_choosing_classes_needs_folders(tmp_path):
+    for flag, value in (("--split", 0.5), ("--num_classes", 2), ("--class_list", "names.txt")):
+        with pytest.raises(UserError, match=r"choose among folders, not in --data_set cifar10"):
+            build_source(parse("--data_set", "cifar10", "--data_path", tmp_path, flag, value), "train")
+
+
 def test_fashion_mnist_files(tmp_path):
     raw = tmp_path / "FashionMNIST" / "raw"
     raw.mkdir(parents=True)
@@ -143,6 +205,7 @@ def test_fashion_mnist_files(tmp_path):
         (raw / f"{name}-labels-idx1-ubyte").write_bytes(struct.pack(">4Bi", 0, 0, 8, 1, number) + bytes(range(number)))
     flags = ("--data_set", "fashion_mnist", "--data_path", tmp_path)
     assert len(build_eval_dataset(parse(*flags), "val")) == 3
+    assert labels_of(build_source(parse(*flags), "train")).tolist() == list(range(5))
     colour, label, _ = build_eval_dataset(parse(*flags), "train")[0, 4]
     grey, _, _ = build_eval_dataset(parse(*flags, "--in_chans", 1), "train")[0, 4]
     assert (colour.shape, grey.shape, label) == ((3, 32, 32), (1, 32, 32), 4)
@@ -189,14 +252,6 @@ def test_non_square_input(tmp_path):
     args = parse("--data_path", tmp_path, "--input_size", 16, 32, "--batch_size", 1)
     assert build_eval_dataset(args, "train")[0, 0][0].shape == (3, 16, 32)
     assert next(iter(batches(args)))[0].shape == (1, 3, 16, 32)
-
-
-@pytest.fixture
-def clmae_log(caplog):
-    logger = logging.getLogger("clmae")
-    logger.propagate = True
-    yield caplog
-    logger.propagate = False
 
 
 def test_unreadable_images_are_named_replaced_and_counted(class_folders, clmae_log):

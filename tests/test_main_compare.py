@@ -6,6 +6,7 @@ import math
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,9 @@ import pytest
 from PIL import Image
 from scipy.stats import binom
 
-from main_compare import few_shot_figure, get_args_parser, main
+import main_compare
+from main_compare import few_shot_figure
 from util.compare import Row, Score, mcnemar
-from util.misc import logger, run
 from util.tables import gain_cells, p_value
 
 ROOT = Path(__file__).parent.parent
@@ -25,22 +26,10 @@ LABELS = np.arange(N) % 2
 
 
 @pytest.fixture
-def cli(monkeypatch, capsys, tmp_path):
-    """Runs the program in this process and in tmp_path; returns (exit code, standard output, standard error)."""
+def cli(program, monkeypatch, tmp_path):
+    """The program, run in tmp_path."""
     monkeypatch.chdir(tmp_path)
-
-    def call(*flags):
-        monkeypatch.setattr(sys, "argv", ["main_compare.py", *map(str, flags)])
-        code = 0
-        try:
-            run(main, get_args_parser())
-        except SystemExit as stop:
-            code = stop.code
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    yield call
-    logger.handlers.clear()  # they hold this test's captured streams
+    return partial(program, main_compare)
 
 
 def right(start, stop):
@@ -133,7 +122,7 @@ def test_a_loss_too_small_to_show_is_no_minus_zero():
 
 
 def test_every_flag_has_a_help_text():
-    assert all(action.help for action in get_args_parser()._actions)
+    assert all(action.help for action in main_compare.get_args_parser()._actions)
 
 
 def test_two_runs_in_every_format(cli, pair):

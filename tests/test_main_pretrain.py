@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,9 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import main_pretrain
-from main_pretrain import get_args_parser, main
+from main_pretrain import get_args_parser
 from models_mae import mae_vit_micro_patch4
-from util.misc import EXIT_DIVERGED, logger, run
+from util.misc import EXIT_DIVERGED
 
 ROOT = Path(__file__).parent.parent
 SMALL = (
@@ -24,21 +25,8 @@ SMALL = (
 
 
 @pytest.fixture
-def cli(monkeypatch, capsys):
-    """Runs the program in this process; returns (exit code, standard output, standard error)."""
-
-    def call(*flags):
-        monkeypatch.setattr(sys, "argv", ["main_pretrain.py", *map(str, flags)])
-        code = 0
-        try:
-            run(main, get_args_parser())
-        except SystemExit as stop:
-            code = stop.code
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    yield call
-    logger.handlers.clear()  # they hold this test's captured streams
+def cli(program):
+    return partial(program, main_pretrain)
 
 
 def checkpoint(folder, epoch=1):
