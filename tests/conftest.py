@@ -15,7 +15,7 @@ from torch import nn
 from models_mae import MaskedAutoencoderViT
 from util.datasets import pixel_statistics
 from util.misc import logger, run
-from util.shapes import ShapesDataset
+from util.shapes import CAMOUFLAGED, ShapesDataset
 
 DATA = Path(__file__).parent / "data"
 
@@ -61,8 +61,10 @@ def golden_mae(golden):
 
 @pytest.fixture(scope="session")
 def shapes() -> tuple[torch.Tensor, torch.Tensor]:
-    """2,000 normalised images [N, 3, 32, 32], and which of their 4 px patches [N, 64] an object's outline crosses."""
-    pixels, objects = zip(*map(ShapesDataset((32, 32), 2000).render, range(2000)), strict=True)
+    """2,000 normalised images [N, 3, 32, 32], and which of their 4 px patches [N, 64] an object's outline crosses.
+
+    Camouflaged, so that outlines alone are hard to guess."""
+    pixels, objects = zip(*map(ShapesDataset((32, 32), 2000, style=CAMOUFLAGED).render, range(2000)), strict=True)
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in pixel_statistics(3))
     imgs = (torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2) / 255 - mean) / std
     covered = torch.from_numpy(np.stack(objects)).float().view(-1, 8, 4, 8, 4).mean(dim=(2, 4)).flatten(1)

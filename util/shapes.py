@@ -1,6 +1,11 @@
-"""A built-in data set: textured shapes on textured backgrounds, drawn from a seed, with the object's pixels known."""
+"""A built-in data set: striped shapes on faintly striped backgrounds, drawn from a seed, the object's pixels known.
+
+A class has a shape and a width of stripes. Colours, contrast, place, size, tilt, and the stripes' direction and phase
+are drawn anew for each image: no pixel and no colour tells the class, but what continues from patch to patch does.
+"""
 
 import math
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -39,13 +44,32 @@ SHAPES = {
 }
 
 
+@dataclass(frozen=True)
+class Style:
+    """Ranges from which an image is drawn; the shorter side of the image spans [-1, 1]."""
+
+    background_amplitude: tuple[float, float]  # of the waves, in grey levels
+    object_amplitude: tuple[float, float]
+    waves: int  # of each, behind and inside
+    periods: tuple[float, float] | None  # of a wave, across the image; None: as the class has it
+    radius: tuple[float, float]
+    angle: tuple[float, float]
+
+
+CLEAR = Style((4, 10), (25, 40), 1, None, radius=(0.75, 0.95), angle=(-0.1 * math.pi, 0.1 * math.pi))
+# Objects as textured as what is behind them, at any angle: only the outline tells the class.
+CAMOUFLAGED = Style((10, 25), (10, 25), 2, (1, 3), radius=(0.5, 0.8), angle=(0, 2 * math.pi))
+
+
 class ShapesDataset:
     """`num_images` labelled images of `size` (height, width); image i is a function of (seed, split, i) alone."""
 
     classes: ClassVar[list[str]] = list(SHAPES)
 
-    def __init__(self, size: tuple[int, int], num_images: int, split: str = "train", seed: int = 0):
-        self.size, self.num_images, self.split, self.seed = size, num_images, split, seed
+    def __init__(
+        self, size: tuple[int, int], num_images: int, split: str = "train", seed: int = 0, style: Style = CLEAR
+    ):
+        self.size, self.num_images, self.split, self.seed, self.style = size, num_images, split, seed, style
         self.coordinates = _pixel_centres(size)
         self.fine_coordinates = _pixel_centres((SUPERSAMPLING * size[0], SUPERSAMPLING * size[1]))
 
@@ -61,17 +85,22 @@ class ShapesDataset:
 
     def render(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """The image, uint8 [H, W, 3], and the object's pixels, bool [H, W]."""
-        rng = np.random.default_rng(derive_seed("shapes", self.seed, self.split, index))
+        rng, style = np.random.default_rng(derive_seed("shapes", self.seed, self.split, index)), self.style
         x, y = self.coordinates
 
         background = rng.uniform(95, 150, size=3)
         contrast = rng.uniform(80, 120, size=3) * rng.choice([-1, 1], size=3)
         colour = np.where(np.abs(background + contrast - 128) < 120, background + contrast, background - contrast)
-        behind, inside = background + _waves(rng, x, y), colour + _waves(rng, x, y)
+        stripes = 1 + 0.5 * self.label(index)
+        periods = style.periods or (0.95 * stripes, 1.05 * stripes)
+        behind, inside = (
+            base + sum(_wave(rng, x, y, periods, amplitude) for _ in range(style.waves))
+            for base, amplitude in ((background, style.background_amplitude), (colour, style.object_amplitude))
+        )
 
-        radius = rng.uniform(0.5, 0.8)
+        radius = rng.uniform(*style.radius)
         centre_x, centre_y = rng.uniform(-0.9 + radius * 0.9, 0.9 - radius * 0.9, size=2)
-        angle = rng.uniform(0, 2 * math.pi)
+        angle = rng.uniform(*style.angle)
         cos, sin = math.cos(angle) / radius, math.sin(angle) / radius
         x, y = self.fine_coordinates[0] - centre_x, self.fine_coordinates[1] - centre_y
         covered = SHAPES[self.classes[self.label(index)]](cos * x + sin * y, cos * y - sin * x)
@@ -89,12 +118,15 @@ def _pixel_centres(size: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
     return np.meshgrid((2 * np.arange(width) + 1 - width) / short, (2 * np.arange(height) + 1 - height) / short)
 
 
-def _waves(rng: np.random.Generator, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """A coloured texture [H, W, 3] of two plane waves, one to three periods across the image."""
-    texture = np.zeros([*x.shape, 3])
-    for _ in range(2):
-        direction, phase = rng.uniform(0, 2 * math.pi, size=2)
-        frequency = math.pi * rng.uniform(1, 3)
-        wave = np.sin(frequency * (math.cos(direction) * x + math.sin(direction) * y) + phase)
-        texture += wave[..., None] * rng.uniform(10, 25) * rng.choice([-1, 1], size=3)
-    return texture
+def _wave(
+    rng: np.random.Generator,
+    x: np.ndarray,
+    y: np.ndarray,
+    periods: tuple[float, float],
+    amplitude: tuple[float, float],
+) -> np.ndarray:
+    """A coloured plane wave [H, W, 3] of any direction and phase, with `periods` of it across the image."""
+    direction, phase = rng.uniform(0, 2 * math.pi, size=2)
+    frequency = math.pi * rng.uniform(*periods)
+    wave = np.sin(frequency * (math.cos(direction) * x + math.sin(direction) * y) + phase)
+    return wave[..., None] * rng.uniform(*amplitude) * rng.choice([-1, 1], size=3)

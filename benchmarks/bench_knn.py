@@ -1,0 +1,99 @@
+"""Exact nearest neighbours side by side: ours, faiss-cpu's IndexFlatL2, and scikit-learn's brute force.
+
+    pip install -r benchmarks/requirements.txt
+    python -m benchmarks.bench_knn                                    # 50,000 x 8,192 x 768, alternating in one process
+    python -m benchmarks.bench_knn --queries 50000 --only ours        # 50,000 x 50,000 x 768: time and peak memory
+
+All get the same float32 features, threads and k. The others' indexes are built before the clock starts; ours has none.
+Rounds alternate, because a shared machine is faster at some times than at others; ratios are of the same round.
+"""
+
+import resource
+import statistics
+import time
+from argparse import Namespace
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from util.misc import ArgumentParser, UserError, generator, logger, run
+from util.neighbours import nearest_neighbours
+
+Search = Callable[[], np.ndarray]  # returns neighbours' indices [M, k]
+
+
+def get_args_parser() -> ArgumentParser:
+    parser = ArgumentParser("benchmarks.bench_knn", description=__doc__.split("\n")[0])
+    parser.add_argument("--train", default=50_000, type=int, help="training vectors")
+    parser.add_argument("--queries", default=8_192, type=int, help="query vectors")
+    parser.add_argument("--width", default=768, type=int, help="their width")
+    parser.add_argument("--k", default=20, type=int, help="neighbours")
+    parser.add_argument("--rounds", default=5, type=int, help="alternating repetitions")
+    parser.add_argument("--threads", default=torch.get_num_threads(), type=int, help="of each")
+    parser.add_argument("--block_mb", default=256, type=float, help="memory of a block, ours")
+    parser.add_argument("--only", default=None, choices=["ours", "faiss", "sklearn"], help="measure one alone")
+    return parser
+
+
+def features(number: int, width: int, name: str) -> torch.Tensor:
+    """Like an encoder's: a common offset, most of the variance in few directions, some noise."""
+    directions = torch.randn(64, width, generator=generator("directions", width)) / 8
+    draw = generator(name, number)
+    position = torch.randn(number, 64, generator=draw)
+    return position @ directions + 0.3 * torch.randn(number, width, generator=draw) + 3
+
+
+def build_searches(train: torch.Tensor, queries: torch.Tensor, args: Namespace) -> dict[str, Search]:
+    searches: dict[str, Search] = {}
+    if args.only in (None, "ours"):
+        searches["ours"] = lambda: nearest_neighbours(train, queries, args.k, block_mb=args.block_mb)[1].numpy()
+    try:
+        if args.only in (None, "faiss"):
+            import faiss
+
+            faiss.omp_set_num_threads(args.threads)
+            index = faiss.IndexFlatL2(args.width)
+            index.add(train.numpy())
+            searches["faiss"] = lambda: index.search(queries.numpy(), args.k)[1]
+        if args.only in (None, "sklearn"):
+            from sklearn.neighbors import NearestNeighbors
+
+            brute = NearestNeighbors(n_neighbors=args.k, algorithm="brute", n_jobs=args.threads).fit(train.numpy())
+            searches["sklearn"] = lambda: brute.kneighbors(queries.numpy(), return_distance=False)
+    except ImportError as error:
+        raise UserError(f"{error}: pip install -r benchmarks/requirements.txt, or use --only ours") from None
+    return searches
+
+
+def main(args: Namespace) -> None:
+    torch.set_num_threads(args.threads)
+    train, queries = features(args.train, args.width, "train"), features(args.queries, args.width, "queries")
+    searches = build_searches(train, queries, args)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    seconds: dict[str, list[float]] = {name: [] for name in searches}
+    found = {}
+    for _ in range(args.rounds):
+        for name, search in searches.items():
+            start = time.perf_counter()
+            found[name] = search()
+            seconds[name].append(time.perf_counter() - start)
+
+    size = f"{args.queries:,} queries, {args.train:,} training vectors of {args.width}, k = {args.k}"
+    logger.info("%s, %d threads, %d rounds", size, args.threads, args.rounds)
+    for name, times in seconds.items():
+        logger.info("%-8s median %7.2f s   fastest %7.2f s", name, statistics.median(times), min(times))
+    for other in seconds.keys() - {"ours"}:
+        ratios = [a / b for a, b in zip(seconds.get("ours", []), seconds[other], strict=False)]
+        if ratios:
+            same = (found["ours"] == found[other]).mean()
+            text = " ".join(f"{ratio:.2f}" for ratio in ratios)
+            logger.info(
+                "ours / %s: median %.2f (%s); same neighbours: %.5f", other, statistics.median(ratios), text, same
+            )
+    more = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    logger.info("peak memory beyond the features%s: %.0f MB", "" if args.only else " (of all together)", more)
+
+
+if __name__ == "__main__":
+    run(main, get_args_parser())
