@@ -8,16 +8,9 @@ import torch
 from PIL import Image
 
 from main_pretrain import check_args, get_args_parser
-from util.datasets import (
-    EpochBatches,
-    build_eval_dataset,
-    build_pretrain_loader,
-    build_source,
-    image_names,
-    labels_of,
-    pixel_statistics,
-)
+from util.datasets import EpochBatches, build_eval_dataset, build_pretrain_loader, pixel_statistics
 from util.misc import UserError
+from util.sources import build_source, image_names, labels_of
 
 
 def parse(*flags):

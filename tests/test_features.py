@@ -187,6 +187,14 @@ def test_unreadable_images_are_named_and_left_out(subject, data, clmae_log):
         subject().features("train")
 
 
+def test_features_that_are_not_finite_are_refused(subject, checkpoint):
+    state = mae_vit_micro_patch4(img_size=16).state_dict()
+    state["blocks.0.attn.qkv.weight"][0, 0] = torch.nan
+    save_checkpoint(checkpoint, {"model": state})
+    with pytest.raises(UserError, match="features are not finite"):
+        subject().features("train")
+
+
 def test_sha256(tmp_path):
     (tmp_path / "abc").write_bytes(b"abc")
     assert features.file_hash(tmp_path / "abc").startswith("ba7816bf8f01cfea")  # the standard's own example

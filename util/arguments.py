@@ -4,8 +4,9 @@ from argparse import Namespace, _ArgumentGroup
 
 import torch
 
-from util.datasets import DATA_SETS, MODES
+from util.datasets import MODES
 from util.misc import ArgumentParser, UserError
+from util.sources import DATA_SETS
 
 DEFAULT_OUTPUT_DIR = "./output_dir"
 

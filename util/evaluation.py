@@ -16,9 +16,10 @@ from util.arguments import (
     add_result_arguments,
     check_shared_args,
 )
-from util.datasets import SeededDataset, build_eval_dataset, image_names
+from util.datasets import SeededDataset, build_eval_dataset
 from util.features import FeatureCache, FeatureSet, extract_features, file_hash, fingerprint
 from util.misc import ArgumentParser, UserError, amp_dtype, init_distributed_mode, logger, pick_device
+from util.sources import image_names
 
 
 def add_evaluation_arguments(parser: ArgumentParser) -> None:

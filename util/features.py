@@ -13,10 +13,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.utils.data import DataLoader
 
-from util.datasets import BadImages, ImageList, SeededDataset, collate, labels_of
-from util.misc import agreed, autocast, gather_rows, is_main_process, logger, share_of_rank
+from util.datasets import BadImages, SeededDataset, collate
+from util.misc import UserError, agreed, autocast, gather_rows, is_main_process, logger, share_of_rank
 from util.progress import Progress
 from util.shapes import ShapesDataset
+from util.sources import ImageList, labels_of
 
 FORMAT = 1  # of the cache; a new number makes every older file a stranger
 
@@ -79,8 +80,11 @@ def extract_features(
             progress.advance_and_report("images/s")
     if progress:
         progress.close()
+    features = torch.cat(features)
+    if not features.isfinite().all():
+        raise UserError("the encoder's features are not finite; is the checkpoint of a diverged run? Try --amp off")
     chosen = gather_rows(torch.tensor(mine, dtype=torch.int64)[kept])
-    return FeatureSet(gather_rows(torch.cat(features)), labels_of(dataset.source)[chosen], chosen)
+    return FeatureSet(gather_rows(features), labels_of(dataset.source)[chosen], chosen)
 
 
 class FeatureCache:
