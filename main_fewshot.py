@@ -19,7 +19,7 @@ from util.features import FeatureSet
 from util.metrics import summary
 from util.misc import ArgumentParser, UserError, generator, run
 from util.progress import Progress
-from util.results import Report, say_if_few_classes, show_table, shown
+from util.results import Outcome, Report, say_if_few_classes, show_table, shown
 
 
 def get_args_parser() -> ArgumentParser:
@@ -126,7 +126,7 @@ def main(args: Namespace) -> None:
         for name in ("acc1", "acc5"):
             report.scalar(name, values[name], int(shots))
     settings = {"l2": args.l2, "allow_fewer": args.allow_fewer}
-    path = report.write(test, top5, seeds, settings, train_images=len(train), shots=figures)
+    path = report.write(Outcome(test, top5, seeds, settings, len(train), {"shots": figures}))
     if path:
         save_draws(subject, train, draws, seeds, path.with_suffix(".draws.json"))
 

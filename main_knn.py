@@ -19,7 +19,7 @@ from util.features import FeatureSet
 from util.metrics import TOP, summary
 from util.misc import ArgumentParser, UserError, run
 from util.neighbours import inverse_distance, nearest_neighbours, vote
-from util.results import Report, show_table, shown
+from util.results import Outcome, Report, show_table, shown
 
 DEFAULT_K = (1, 5, 10, 20)
 
@@ -124,7 +124,7 @@ def main(args: Namespace) -> None:
     for k, acc in votes.items():
         for name, value in acc.items():
             report.scalar(name, value, int(k))
-    report.write(test, top5, [args.seed], {"distance": args.distance}, train_images=len(train), votes=votes)
+    report.write(Outcome(test, top5, [args.seed], {"distance": args.distance}, len(train), {"votes": votes}))
 
 
 if __name__ == "__main__":

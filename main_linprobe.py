@@ -37,7 +37,7 @@ from util.misc import (
     logger,
     run,
 )
-from util.results import Report, say_if_few_classes, show_table, shown
+from util.results import Outcome, Report, say_if_few_classes, show_table, shown
 from util.unfinished import Unfinished
 
 HELD_OUT = 0.1  # share of the training images on which --lr_grid is judged
@@ -255,7 +255,7 @@ def main(args: Namespace) -> None:
     details = show_results(subject, test, top5, fits, report, args)
     settings = {name: getattr(args, name) for name in (*SETTINGS, "lr")}
     seeds = [seed for fit in fits for seed in fit.seeds]
-    path = report.write(test, top5, seeds, settings, train_images=len(subject.datasets["train"]), **details)
+    path = report.write(Outcome(test, top5, seeds, settings, len(subject.datasets["train"]), details))
     if path and not args.eval:
         probe = [[fit.seeds, fit.heads.state_dict()] for fit in fits]
         state = {"probe": probe, "checkpoint_sha256": subject.checkpoint_sha256, "classes": subject.classes}

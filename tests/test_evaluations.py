@@ -114,6 +114,16 @@ def test_nothing_is_written_without_an_output_folder(evaluate, tmp_path, monkeyp
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_full_disk_is_reported(evaluate, monkeypatch):
+    def full_disk(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "savez_compressed", full_disk)
+    code, _, err = evaluate("knn")
+    assert code == 2
+    assert "No space left on device" in err
+
+
 def test_knn_reads_as_a_brute_force_search(evaluate, tmp_path):
     code, out, _ = evaluate("knn", "--k", 1, 3, "--global_pool", "--distance", "cosine")
     assert code == 0
@@ -289,6 +299,7 @@ def test_a_single_folder_is_split(evaluate, tmp_path, folder, protocol):
     assert line["data"] == "a pets/set"
     assert line["predictions"] == f"{protocol}-a_pets_set-0.npz"
     assert line["images"] == {"train": 6, "test": 3, "unreadable": 0}
+    assert line["settings"].items() >= {"split": 0.6, "split_seed": 0}.items()
     assert predictions(tmp_path / "out", line)["classes"].tolist() == ["cat", "dog", "eel"]
 
 

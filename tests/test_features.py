@@ -60,7 +60,7 @@ def cache_files(tmp_path):
 
 def test_features_are_those_of_the_images_in_order(subject):
     found = subject("--batch_size", 4)
-    encoded = [found.encode(found.datasets["train"][0, i][0][None]) for i in range(10)]
+    encoded = [found.encoder.forward_features(found.datasets["train"][0, i][0][None]) for i in range(10)]
     train = found.features("train")
     torch.testing.assert_close(train.features, torch.cat(encoded), rtol=1e-4, atol=1e-5)
     assert train.labels.tolist() == [0] * 6 + [1] * 4

@@ -3,6 +3,7 @@
 import re
 from argparse import Namespace
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -68,8 +69,11 @@ class Subject:
             "precision": str(amp_dtype(args.amp, self.device) or torch.float32).removeprefix("torch."),
         }
 
-    def encode(self, imgs: torch.Tensor) -> torch.Tensor:
-        return self.encoder.forward_features(imgs)
+    def data_settings(self) -> dict:
+        """How the images were chosen, as far as flags say so."""
+        names = ("split", "split_seed") if self.args.split else ()
+        names += ("num_classes", "class_seed") if self.args.num_classes else ()
+        return {name: getattr(self.args, name) for name in names}
 
     def features(self, split: str) -> FeatureSet:
         """Of the centre crops of a split; extracted once, by all processes together."""
@@ -81,8 +85,9 @@ class Subject:
             "mode": dataset.mode,
             "images": fingerprint(dataset.source, self.names[split]),
         }
-        extract = lambda: extract_features(  # noqa: E731
-            self.encode,
+        extract = partial(
+            extract_features,
+            self.encoder.forward_features,
             dataset,
             list(range(len(dataset))),
             width=self.encoder.embed_dim,

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +39,18 @@ def say_if_few_classes(num_classes: int) -> None:
         logger.info("Acc@5 counts all %d classes, because there are fewer than five", num_classes)
 
 
+@dataclass
+class Outcome:
+    """What an evaluation found, on the images of `test`."""
+
+    test: FeatureSet
+    top5: torch.Tensor  # classes, best first: int [R, N, 5], one set per seed; [S, R, N, 5] for S numbers of shots
+    seeds: list[int]
+    settings: dict  # of the protocol; those of the encoder and the data are known
+    train_images: int
+    details: dict  # further entries of the line, in the protocol's own terms
+
+
 class Report:
     """Writes the results of one evaluation below `--output_dir`; the first process writes for all."""
 
@@ -57,57 +70,63 @@ class Report:
         if self.log_writer:
             self.log_writer.add_scalar(f"{self.protocol}/{self.subject.data_name}/{name}", value, step)
 
-    def write(
-        self, test: FeatureSet, top5: torch.Tensor, seeds: list[int], settings: dict, *, train_images: int, **details
-    ) -> Path | None:
-        """Save predictions int [R, N, 5], one set per seed, or [S, R, N, 5] for S numbers of shots; returns their file.
-
-        `details` are further entries of the line, in the protocol's own terms.
-        """
-        subject, args = self.subject, self.subject.args
+    def write(self, outcome: Outcome) -> Path | None:
+        """Save the outcome; returns the file of the predictions, or None where nothing is to be written."""
         if self.log_writer:
             self.log_writer.flush()
         if not self.folder:
             return None
-        names = subject.names["val"]
-        right = (top5 == test.labels[:, None]).numpy()
+        try:
+            predictions = self.save_arrays(self.arrays(outcome))
+            self.append(self.line(outcome, predictions))
+        except OSError as error:
+            raise UserError(f"the results cannot be written to {self.folder}: {error.strerror}") from None
+        logger.info("appended to %s, predictions in %s", self.folder / RESULTS, predictions)
+        return predictions
+
+    def arrays(self, outcome: Outcome) -> dict[str, np.ndarray]:
+        """The predictions of every image, for paired tests."""
+        names, test = self.subject.names["val"], outcome.test
+        right = (outcome.top5 == test.labels[:, None]).numpy()
         arrays = {
             "images": np.array([names[i] for i in test.indices.tolist()]),
             "labels": test.labels.numpy().astype(np.int32),
-            "top5": top5.numpy().astype(np.int32),
+            "top5": outcome.top5.numpy().astype(np.int32),
             "correct": right[..., 0],
             "correct5": right.any(axis=-1),
-            "seeds": np.array(seeds),
-            "classes": np.array(subject.classes),
+            "seeds": np.array(outcome.seeds),
+            "classes": np.array(self.subject.classes),
         }
-        if "shots" in details:
-            arrays["shots"] = np.array([int(shots) for shots in details["shots"]])
-        predictions = self.save_arrays(arrays)
-        line = {
+        if "shots" in outcome.details:
+            arrays["shots"] = np.array([int(shots) for shots in outcome.details["shots"]])
+        return arrays
+
+    def line(self, outcome: Outcome, predictions: Path) -> dict:
+        """What results.jsonl says of this evaluation. Of several numbers of shots, the largest stands for all."""
+        subject, test, top5 = self.subject, outcome.test, outcome.top5
+        images = {"train": outcome.train_images, "test": len(test)}
+        images["unreadable"] = len(subject.names["val"]) - len(test)
+        return {
             "protocol": self.protocol,
             "data": subject.data_name,
             "checkpoint": str(subject.checkpoint) if subject.checkpoint else None,
             "checkpoint_sha256": subject.checkpoint_sha256,
-            "settings": subject.settings() | settings,
-            "seed": args.seed,
-            "runs": len(seeds),
+            "settings": subject.settings() | subject.data_settings() | outcome.settings,
+            "seed": subject.args.seed,
+            "runs": len(outcome.seeds),
             **summary(top5 if top5.ndim == 3 else top5[-1], test.labels),
-            **details,
-            "images": {
-                "train": train_images,
-                "test": len(test),
-                "unreadable": len(names) - len(test),
-            },
+            **outcome.details,
+            "images": images,
             "classes": len(subject.classes),
             "predictions": predictions.name,
             "commit": git_commit(),
             "versions": versions(),
             "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         }
+
+    def append(self, line: dict) -> None:
         with open(self.folder / RESULTS, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-        logger.info("appended to %s, predictions in %s", self.folder / RESULTS, predictions)
-        return predictions
 
     def save_arrays(self, arrays: dict[str, np.ndarray]) -> Path:
         """Write PROTOCOL-DATA-N.npz with the first free number N, so that no earlier result loses its predictions."""
