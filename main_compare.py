@@ -78,8 +78,8 @@ def table_notes(names: list[str], rows: list[Row]) -> list[str]:
         )
         if repeated:
             notes.append(
-                "p is of the first seeds' predictions, since pooling seeds would count each image several times; "
-                "no star where the first seeds differ the other way round than the means"
+                "with several seeds, p is the largest of theirs, each against the same seed of the baseline, and a "
+                "star needs a difference in the same direction with every seed"
             )
     return notes + [f"missing: {gap}" for gap in missing(names, rows)]
 

@@ -253,7 +253,8 @@ def main(args: Namespace) -> None:
     top5 = torch.cat([predict(fit.heads, test.features)[:, 0] for fit in fits])  # [R, N, 5]
 
     details = show_results(subject, test, top5, fits, report, args)
-    settings = {name: getattr(args, name) for name in (*SETTINGS, "lr")}
+    settings = {name: getattr(args, name) for name in SETTINGS}
+    (details if args.lr_grid else settings)["lr"] = args.lr  # found, or asked for
     seeds = [seed for fit in fits for seed in fit.seeds]
     path = report.write(Outcome(test, top5, seeds, settings, len(subject.datasets["train"]), details))
     if path and not args.eval:

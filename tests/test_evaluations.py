@@ -163,7 +163,7 @@ def test_learning_rates_are_chosen_without_the_test_images(evaluate, tmp_path, m
         assert (code, err) == (0, "")
         assert "10 held-out training images" in out
         (line,) = lines(tmp_path / str(shuffled))
-        chosen.append((line["settings"]["lr"], line["acc1"]))
+        chosen.append((line["lr"], line["acc1"]))
     assert chosen[0][0] == chosen[1][0]
     assert chosen[0][0] in (0.01 * 25 / 256, 5 * 25 / 256)
 

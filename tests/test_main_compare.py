@@ -117,7 +117,7 @@ def test_p_values_are_short_and_never_say_zero():
 
 
 def test_a_loss_too_small_to_show_is_no_minus_zero():
-    score = Score((50.0, 80.0), (None, None), gain=(-0.001, 0.5), p=(0.9, 0.5), first_gain=(-0.001, 0.5))
+    score = Score((50.0, 80.0), (None, None), gain=(-0.001, 0.5), p=(0.9, 0.5), agreed=(True, True))
     assert [cell.number for cell in gain_cells(score, 0)] == ["+0.00", "0.900"]
 
 
@@ -224,9 +224,9 @@ def test_protocols_by_name_and_in_the_tables_order(cli, tmp_path):
 SEEDS = np.concatenate([right(0, 40), right(0, 50), right(0, 60)])  # 40, 50 and 60 percent
 
 
-def test_several_seeds_show_their_deviation_and_only_the_first_is_tested(cli, tmp_path):
+def test_several_seeds_show_their_deviation_and_the_least_certain_counts(cli, tmp_path):
     add_result(tmp_path / "mae", SEEDS, SEEDS, protocol="linprobe")
-    better = np.concatenate([right(0, 45), right(0, 90), right(0, 90)])
+    better = np.concatenate([right(0, 90), right(0, 55), right(0, 90)])
     add_result(tmp_path / "clmae", better, better, protocol="linprobe")
     code, out, _ = cli(tmp_path / "mae", tmp_path / "clmae")
     assert code == 0
@@ -234,12 +234,13 @@ def test_several_seeds_show_their_deviation_and_only_the_first_is_tested(cli, tm
     assert f"50.00 ± {std:.2f}" in line_with(out, "cifar10")
     assert f"50.00 $\\pm$ {std:.2f}" in Path("compare/compare.tex").read_text(encoding="utf-8")
     other = read_csv(Path("compare"))[1]
-    assert float(other["gain1"]) == pytest.approx(25)
-    assert float(other["p1"]) == pytest.approx(2 / 2**5), "5 images of the first seed, not 75 of all"
-    assert "the first seeds' predictions" in out
+    assert float(other["gain1"]) == pytest.approx((50 + 5 + 30) / 3)
+    assert float(other["p1"]) == pytest.approx(2 / 2**5), "5 images of the second seed, not 85 of all"
+    assert "p is the largest of theirs" in out
+    assert "*" not in line_with(out, "cifar10")
 
 
-def test_no_star_where_the_tested_seed_contradicts_the_mean(cli, tmp_path):
+def test_no_star_where_a_seed_contradicts_the_others(cli, tmp_path):
     add_result(tmp_path / "mae", SEEDS, SEEDS, protocol="linprobe")
     worse_at_first = np.concatenate([right(0, 10), right(0, 90), right(0, 90)])
     add_result(tmp_path / "clmae", worse_at_first, worse_at_first, protocol="linprobe")

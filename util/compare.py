@@ -29,8 +29,8 @@ class Score:
     acc: tuple[float, float]  # percent, mean over seeds
     std: tuple[float | None, float | None]  # over seeds; None for a single one
     gain: tuple[float, float] | None = None  # points over the baseline; None where there is nothing to compare with
-    p: tuple[float, float] | None = None  # of the exact McNemar test against the baseline, with the first seeds
-    first_gain: tuple[float, float] | None = None  # of the first seeds: the difference that `p` is about
+    p: tuple[float, float] | None = None  # of the exact McNemar test against the baseline; the largest of all seeds
+    agreed: tuple[bool, bool] | None = None  # whether every seed gained, or every seed lost
 
 
 @dataclass(frozen=True)
@@ -136,16 +136,12 @@ def weights(result: Result) -> str:
 
 @dataclass(frozen=True)
 class Predictions:
-    """Which of N images an evaluation recognised, with the first of its seeds alone.
-
-    Several seeds over the same images are no independent trials: pooled, they would count each image several times
-    and make any difference look certain.
-    """
+    """Which of N images an evaluation recognised, with each of its R seeds."""
 
     path: Path
     images: np.ndarray  # names [N]
     labels: np.ndarray  # [N]
-    hits: dict[int | None, np.ndarray]  # by shots: bool [2, N], the label came first, and was among the first five
+    hits: dict[int | None, np.ndarray]  # by shots: bool [2, R, N], the label came first, and was among the first five
 
 
 def read_predictions(result: Result) -> Predictions:
@@ -172,7 +168,7 @@ def read_predictions(result: Result) -> Predictions:
                 f"{path} is not what {result.title} was computed from: its accuracies are not those in "
                 f"{RESULTS}; run the evaluation again"
             )
-    return Predictions(path, images, labels, dict(zip(shots, correct[:, :, 0].swapaxes(0, 1), strict=True)))
+    return Predictions(path, images, labels, dict(zip(shots, correct.swapaxes(0, 1), strict=True)))
 
 
 def check_same_images(a: Predictions, b: Predictions) -> None:
@@ -227,11 +223,24 @@ def row_scores(
     for run, score in enumerate(scores[1:], start=1):
         if baseline is None or score is None:
             continue
-        hits, baseline_hits = (side.hits[shots] for side in (predictions[run], predictions[0]))  # [2, N] each
+        pairs = zip(predictions[run].hits[shots], predictions[0].hits[shots], strict=True)  # [R, N] each, by metric
+        tests = [mcnemar_of_seeds(own, base) for own, base in pairs]
         scores[run] = replace(
             score,
             gain=tuple(own - base for own, base in zip(score.acc, baseline.acc, strict=True)),
-            p=tuple(mcnemar(own, base) for own, base in zip(hits, baseline_hits, strict=True)),
-            first_gain=tuple(100 * (hits.mean(axis=1) - baseline_hits.mean(axis=1))),
+            p=tuple(p for p, _ in tests),
+            agreed=tuple(agreed for _, agreed in tests),
         )
     return scores
+
+
+def mcnemar_of_seeds(own: np.ndarray, baseline: np.ndarray) -> tuple[float, bool]:
+    """The largest p-value over seeds of bool [R, N], each against the same seed of the baseline, and whether all differ
+    in the same direction.
+
+    Pooled, the seeds would count each image several times. One of them alone could be significant by its draw of
+    training images, which McNemar's test takes as given. What holds for each of them is more than luck of the draw.
+    """
+    pairs = list(zip(own, baseline, strict=False))
+    directions = {np.sign(a.sum() - b.sum()) for a, b in pairs}
+    return max(mcnemar(a, b) for a, b in pairs), len(directions) == 1

@@ -79,12 +79,11 @@ def accuracy_cell(score: Score | None, metric: int, best: str | None) -> Cell:
 
 
 def gain_cells(score: Score | None, metric: int) -> list[Cell]:
-    """The gain in points and its p-value. A star: significant, and the first seeds, which were tested, agree on the
-    direction of a gain that is a mean over seeds."""
+    """The gain in points and its p-value. A star: significant, and in the same direction, with every seed."""
     if score is None or score.gain is None:
         return [Cell("-"), Cell("-")]
     gain, p = round(score.gain[metric], 2) + 0.0, score.p[metric]  # + 0.0 turns -0.0 into 0.0
-    star = p < SIGNIFICANT and score.gain[metric] * score.first_gain[metric] > 0
+    star = p < SIGNIFICANT and score.agreed[metric]
     return [Cell(f"{gain:+.2f}", "*" if star else ""), Cell(p_value(p))]
 
 
