@@ -70,7 +70,6 @@ def main(args: Namespace) -> None:
     torch.set_num_threads(args.threads)
     train, queries = features(args.train, args.width, "train"), features(args.queries, args.width, "queries")
     searches = build_searches(train, queries, args)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     seconds: dict[str, list[float]] = {name: [] for name in searches}
     found = {}
     for _ in range(args.rounds):
@@ -91,8 +90,9 @@ def main(args: Namespace) -> None:
             logger.info(
                 "ours / %s: median %.2f (%s); same neighbours: %.5f", other, statistics.median(ratios), text, same
             )
-    more = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-    logger.info("peak memory beyond the features%s: %.0f MB", "" if args.only else " (of all together)", more)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    held = (train.nbytes + queries.nbytes) / 2**20
+    logger.info("peak memory of the process: %.0f MB, of which %.0f MB are the features", peak, held)
 
 
 if __name__ == "__main__":
