@@ -9,6 +9,7 @@ On a machine with no GPU and no images, with random weights as the floor:
 
 import json
 from argparse import Namespace
+from pathlib import Path
 
 import torch
 
@@ -20,6 +21,7 @@ from util.metrics import summary
 from util.misc import ArgumentParser, UserError, generator, run
 from util.progress import Progress
 from util.results import Outcome, Report, say_if_few_classes, show_table, shown
+from util.sources import labels_of
 
 
 def get_args_parser() -> ArgumentParser:
@@ -51,9 +53,7 @@ def check_enough(labels: torch.Tensor, classes: list[str], args: Namespace) -> N
     if few:
         more = f" and {len(few) - 5} more" if len(few) > 5 else ""
         advice = "" if args.allow_fewer else "; lower it, or take what there is with --allow_fewer"
-        raise UserError(
-            f"--shots {max(args.shots)}: too few readable training images in {', '.join(few[:5])}{more}{advice}"
-        )
+        raise UserError(f"--shots {max(args.shots)}: too few training images in {', '.join(few[:5])}{more}{advice}")
 
 
 def draw(labels: torch.Tensor, classes: list[str], most: int, seed: int) -> list[torch.Tensor]:
@@ -92,7 +92,9 @@ def evaluate(
     return torch.stack(top5).view(len(shots), len(draws), len(test), -1)
 
 
-def save_draws(subject: Subject, train: FeatureSet, draws: list[list[torch.Tensor]], seeds: list[int], path) -> None:
+def save_draws(
+    subject: Subject, train: FeatureSet, draws: list[list[torch.Tensor]], seeds: list[int], path: Path
+) -> None:
     """Names of the drawn images, by seed and class, in the order of drawing."""
     names = subject.names["train"]
     lists = {
@@ -102,15 +104,19 @@ def save_draws(subject: Subject, train: FeatureSet, draws: list[list[torch.Tenso
         }
         for seed, drawn in zip(seeds, draws, strict=True)
     }
-    path.write_text(json.dumps(lists, indent=1) + "\n", encoding="utf-8")
+    try:
+        path.write_text(json.dumps(lists, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"the drawn images cannot be written to {path}: {error.strerror}") from None
 
 
 def main(args: Namespace) -> None:
     check_args(args)
     subject = open_subject(args)
+    check_enough(labels_of(subject.datasets["train"].source), subject.classes, args)  # now, rather than after the work
     report = Report(subject, "fewshot")
     train, test = subject.features("train"), subject.features("val")
-    check_enough(train.labels, subject.classes, args)
+    check_enough(train.labels, subject.classes, args)  # of the readable images
     seeds = [args.seed + i for i in range(args.runs)]
     draws = [draw(train.labels, subject.classes, max(args.shots), seed) for seed in seeds]
     top5 = evaluate(train, test, draws, args.shots, l2=args.l2, device=subject.device)

@@ -17,7 +17,7 @@ from util.arguments import check_at_least
 from util.evaluation import Subject, add_evaluation_arguments, open_subject
 from util.features import FeatureSet
 from util.metrics import TOP, summary
-from util.misc import ArgumentParser, UserError, run
+from util.misc import ArgumentParser, UserError, logger, run
 from util.neighbours import inverse_distance, nearest_neighbours, vote
 from util.results import Outcome, Report, show_table, shown
 
@@ -114,6 +114,10 @@ def main(args: Namespace) -> None:
         ["Acc@1", "Acc@5"],
         [[shown(figures, "acc1"), shown(figures, "acc5")]],
     )
+    if len(subject.classes) < TOP:
+        logger.info(
+            "(Acc@5 looks at the labels of the five nearest images; there are %d classes)", len(subject.classes)
+        )
     show_table(
         "votes of the k nearest, Acc@1",
         ["k", "majority", "weighted"],

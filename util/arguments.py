@@ -1,5 +1,6 @@
 """Flags that several programs share, as groups: the same names, defaults and help texts everywhere."""
 
+import os
 from argparse import Namespace, _ArgumentGroup
 
 import torch
@@ -50,7 +51,7 @@ def add_distributed_arguments(parser: ArgumentParser) -> None:
     dist = parser.add_argument_group("distributed (set by launchers)")
     dist.add_argument("--world_size", default=1, type=int, help="number of processes")
     dist.add_argument("--local_rank", default=-1, type=int, help="process number on this machine")
-    dist.add_argument("--dist_on_itp", action="store_true", help="read ranks from OpenMPI's variables")
+    dist.add_argument("--dist_on_itp", action="store_true", help="not supported: use torchrun")
     dist.add_argument("--dist_url", default="env://", help="where processes meet")
 
 
@@ -100,6 +101,8 @@ def check_shared_args(args: Namespace) -> None:
         args.input_size = [sides[0], sides[-1]]
     if args.in_chans is not None and args.in_chans not in MODES:
         raise UserError(f"--in_chans {args.in_chans}: image files have 1 (grey), 3 (RGB) or 4 (RGBA) channels")
+    if args.dist_on_itp or (args.world_size > 1 and "WORLD_SIZE" not in os.environ):
+        raise UserError("--dist_on_itp and --world_size start nothing; use torchrun for several processes")
     if args.split is not None and not 0 < args.split < 1:
         raise UserError(f"--split {args.split}: the share of training images lies between 0 and 1")
     check_at_least(args, 1, "shapes_images")

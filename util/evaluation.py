@@ -73,7 +73,11 @@ class Subject:
         """How the images were chosen, as far as flags say so."""
         names = ("split", "split_seed") if self.args.split else ()
         names += ("num_classes", "class_seed") if self.args.num_classes else ()
+        names += ("class_list",) if self.args.class_list else ()
         return {name: getattr(self.args, name) for name in names}
+
+    def fingerprint(self, split: str) -> str:
+        return fingerprint(self.datasets[split].source, self.names[split])
 
     def features(self, split: str) -> FeatureSet:
         """Of the centre crops of a split; extracted once, by all processes together."""
@@ -83,7 +87,7 @@ class Subject:
             "checkpoint": self.checkpoint_sha256 or f"random weights, seed {args.seed}",
             "transform": repr(dataset.transform),
             "mode": dataset.mode,
-            "images": fingerprint(dataset.source, self.names[split]),
+            "images": self.fingerprint(split),
         }
         extract = partial(
             extract_features,
@@ -98,7 +102,13 @@ class Subject:
             pin_mem=args.pin_mem and self.device.type == "cuda",
             header=f"features of {split}",
         )
-        return self.cache.get(f"{self.file_name}-{split}", depends_on, extract)
+        found = self.cache.get(split, depends_on, extract)
+        unreadable = len(dataset) - len(found)
+        if unreadable > args.max_bad_images:  # a cached file may be of a run with a higher limit
+            raise UserError(f"{unreadable} images of {split} cannot be read, more than --max_bad_images allows")
+        if unreadable:
+            logger.info("%d unreadable images of %s are left out", unreadable, split)
+        return found
 
 
 def open_subject(args: Namespace) -> Subject:

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch.utils.data import DataLoader
 
 from util.datasets import BadImages, SeededDataset, collate
-from util.misc import UserError, agreed, autocast, gather_rows, is_main_process, logger, share_of_rank
+from util.misc import UserError, autocast, gather_objects, gather_rows, is_main_process, logger, share_of_rank
 from util.progress import Progress
 from util.shapes import ShapesDataset
 from util.sources import ImageList, labels_of
@@ -80,6 +80,8 @@ def extract_features(
             progress.advance_and_report("images/s")
     if progress:
         progress.close()
+    # Once more for all processes together: the first one speaks, and the limit is for the whole.
+    bad_images.add([name for names in gather_objects(sorted(bad_images.names)) for name in names])
     features = torch.cat(features)
     if not features.isfinite().all():
         raise UserError("the encoder's features are not finite; is the checkpoint of a diverged run? Try --amp off")
@@ -104,8 +106,8 @@ class FeatureCache:
         depends_on = {"format": FORMAT, **depends_on}
         key = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()
         path = self.folder / f"{name}-{key[:16]}.safetensors"
-        found = read(path, key) if agreed(path.exists()) else None
-        if agreed(found is not None):
+        found = read(path, key) if path.exists() else None
+        if all(gather_objects(found is not None)):  # what depends on a disk may look different to each process
             logger.info("features of %s: %d images, from %s", name, len(found), path)
             return found
         extracted = extract()
@@ -150,12 +152,20 @@ def file_hash(path: str | Path) -> str:
     return digest.hexdigest()
 
 
+def file_size(path: str) -> int:
+    """In bytes; -1 for a link to nowhere, which is found unreadable later."""
+    try:
+        return os.path.getsize(path)
+    except OSError:
+        return -1
+
+
 def fingerprint(source, names: list[str]) -> str:
     """A hash of a data set: names, sizes and labels of its files or, where it is in memory, its pixels and labels."""
     digest = hashlib.sha256()
     if isinstance(source, ImageList):
         for name, (path, label) in zip(names, source.samples, strict=True):
-            digest.update(f"{name}\0{os.path.getsize(path)}\0{label}\n".encode())
+            digest.update(f"{name}\0{file_size(path)}\0{label}\n".encode(errors="surrogateescape"))
     elif isinstance(source, ShapesDataset):  # one image stands for the code that draws them
         digest.update(repr((tuple(source.size), len(source), source.split, source.seed)).encode())
         digest.update(source.render(0)[0].tobytes())

@@ -110,7 +110,7 @@ def init_distributed_mode(device: torch.device) -> torch.device:
         return device
     backend = "gloo"
     if device.type == "cuda":
-        device, backend = torch.device("cuda", int(os.environ["LOCAL_RANK"])), "cpu:gloo,cuda:nccl"
+        device, backend = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
     dist.init_process_group(backend)
     if not is_main_process():
@@ -150,13 +150,13 @@ def gather_rows(rows: torch.Tensor) -> torch.Tensor:
     return torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)])
 
 
-def agreed(value: bool) -> bool:
-    """The first process's answer, on every process: what depends on a disk may look different to each."""
-    if get_world_size() == 1:
-        return value
-    answer = [value]
-    dist.broadcast_object_list(answer)
-    return answer[0]
+def gather_objects(value: object) -> list:
+    """Each process's value, in the order of ranks, on every process."""
+    values = [value]
+    if get_world_size() > 1:
+        values = [None] * get_world_size()
+        dist.all_gather_object(values, value)
+    return values
 
 
 def amp_dtype(amp: str, device: torch.device) -> torch.dtype | None:

@@ -58,13 +58,15 @@ class Report:
         self.subject, self.protocol = subject, protocol
         args = subject.args
         self.folder = Path(args.output_dir) if args.output_dir and is_main_process() else None
-        if self.folder:  # now, rather than after hours of work
-            try:
+        try:  # now, rather than after hours of work
+            if self.folder:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 (self.folder / RESULTS).open("a").close()
-            except OSError as error:
-                raise UserError(f"--output_dir {self.folder} cannot be written: {error.strerror}") from None
-        self.log_writer = SummaryWriter(args.log_dir) if args.log_dir and is_main_process() else None
+            self.log_writer = SummaryWriter(args.log_dir) if args.log_dir and is_main_process() else None
+        except OSError as error:
+            raise UserError(
+                f"--output_dir or --log_dir cannot be written: {error.filename}: {error.strerror}"
+            ) from None
 
     def scalar(self, name: str, value: float, step: int) -> None:
         if self.log_writer:

@@ -111,9 +111,11 @@ def split_samples(
     samples: list[tuple[str, int]], classes: list[str], args: Namespace, split: str
 ) -> list[tuple[str, int]]:
     """The `--split` share of each class for training, the rest for testing; a function of (split_seed, class)."""
+    by_class: list[list[tuple[str, int]]] = [[] for _ in classes]
+    for sample in samples:
+        by_class[sample[1]].append(sample)
     chosen = []
-    for label, name in enumerate(classes):
-        of_class = [sample for sample in samples if sample[1] == label]
+    for name, of_class in zip(classes, by_class, strict=True):
         train = min(max(round(args.split * len(of_class)), 1), max(len(of_class) - 1, 1))  # both parts get an image
         order = torch.randperm(len(of_class), generator=generator("split", args.split_seed, name)).tolist()
         part = order[train:] if split == "val" else order[:train]

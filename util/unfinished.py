@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from util import checkpoint as ckpt
-from util.misc import UserError, is_main_process, logger
+from util.misc import UserError, gather_objects, is_main_process, logger
 
 
 class Unfinished:
@@ -19,8 +19,11 @@ class Unfinished:
 
     def load(self) -> dict | None:
         """What `save` was last given, or None at the very beginning."""
-        if self.path is None or not self.path.exists():
+        there = gather_objects(self.path is not None and self.path.exists())
+        if not any(there):
             return None
+        if not all(there):
+            raise UserError(f"only some processes see {self.path}; put --output_dir on a disk that all share")
         state = ckpt.load_checkpoint(self.path)
         theirs = state.get("identity", {})
         if differing := [name for name, value in self.identity.items() if theirs.get(name) != value]:
