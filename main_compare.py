@@ -81,6 +81,8 @@ def table_notes(names: list[str], rows: list[Row]) -> list[str]:
                 "with several seeds, p is the largest of theirs, each against the same seed of the baseline, and a "
                 "star needs a difference in the same direction with every seed"
             )
+    few = {row.data: result.settings["classes"] for row in rows for result in row.results if result}
+    notes += [f"{data} has {classes} classes: Acc@5 says little" for data, classes in few.items() if classes < 5]
     return notes + [f"missing: {gap}" for gap in missing(names, rows)]
 
 

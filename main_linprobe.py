@@ -83,6 +83,10 @@ def get_args_parser() -> ArgumentParser:
 def check_args(args: Namespace) -> None:
     check_at_least(args, 1, "batch_size", "epochs", "accum_iter", "runs")
     check_at_least(args, 0, "weight_decay", "blr", "min_lr", "warmup_epochs", "start_epoch")
+    if args.lr is not None and args.lr <= 0:
+        raise UserError(f"--lr {args.lr} must be above 0")
+    if args.start_epoch >= args.epochs:
+        raise UserError(f"--start_epoch {args.start_epoch} leaves none of the {args.epochs} --epochs to train")
     if args.eval != (args.resume not in ("", "auto")):
         raise UserError("--eval goes with --resume FILE, the .pth of a finished probe; --resume auto continues one")
     if args.batch_size * int(os.environ.get("WORLD_SIZE", 1)) < 2:
@@ -100,6 +104,7 @@ class Fit:
     seeds: list[int]
     heads: LinearHeads
     curve: torch.Tensor
+    train_images: int
 
 
 def absolute_rate(blr: float, args: Namespace) -> float:
@@ -150,7 +155,7 @@ def fit(
         optimizer.load_state_dict(state["optimizer"])
     for epoch in range(start, args.epochs):
         losses = train_one_epoch(heads, batches.epoch(epoch), len(batches), optimizer, rates, epoch, args)
-        if not losses.isfinite().any():
+        if not losses.isfinite().any(dim=1).all():  # of a grid, some rate of each run must be left
             raise TrainingDiverged(f"the loss of the head is not finite in epoch {epoch}; try a lower --blr")
         if test is not None:
             acc1, _ = accuracies(predict(heads, test.features), test.labels)  # [R, G]
@@ -158,7 +163,7 @@ def fit(
         report_epoch(epoch, losses, curve, args)
         state = {"heads": heads.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch, "curve": curve}
         unfinished.save(state)
-    return Fit(seeds, heads, torch.tensor(curve))
+    return Fit(seeds, heads, torch.tensor(curve), batches.num_samples)
 
 
 def report_epoch(epoch: int, losses: torch.Tensor, curve: list[list[float]], args: Namespace) -> None:
@@ -194,8 +199,9 @@ def choose_rate(
 
 def unfinished_files(subject: Subject, groups: list[list[int]], args: Namespace) -> dict[str, Unfinished]:
     """Where each training keeps its state. With cached features nowhere: starting over is quicker than looking."""
-    identity = {name: getattr(args, name) for name in (*SETTINGS, "blr")}
+    identity = {name: getattr(args, name) for name in (*SETTINGS, "blr", "lr", "nb_classes", "seed")}
     identity |= subject.settings() | {"processes": get_world_size(), "checkpoint": subject.checkpoint_sha256}
+    identity |= {f"images of {split}": subject.fingerprint(split) for split in ("train", "val")}
     kept = args.output_dir and not args.cache_features and not args.eval
     stages = ("lr_grid-seed", "seed") if args.lr_grid else ("seed",)
     labels = [f"{stage}{seeds[0]}" for seeds in groups for stage in stages]
@@ -222,45 +228,66 @@ def train_probe(
     return fits
 
 
-def load_probe(path: str, subject: Subject, args: Namespace) -> list[Fit]:
-    """The heads of a finished probe."""
+def load_probe(path: str) -> dict:
+    """A finished probe: heads, seeds, and how they were trained."""
     state = ckpt.load_checkpoint(path)
     if "probe" not in state:
         raise UserError(f"--resume {path} is not the .pth of a finished linear probe")
+    return state
+
+
+def restore_probe(state: dict, subject: Subject, path: str) -> list[Fit]:
+    if state["classes"] != subject.classes:
+        raise UserError(f"--resume {path} was trained for other classes than {subject.data_name} has")
     if state["checkpoint_sha256"] != subject.checkpoint_sha256:
         logger.warning("%s was trained on the features of another checkpoint", path)
     fits = []
     for seeds, weights in state["probe"]:
-        num_classes = args.nb_classes or len(subject.classes)
-        heads = LinearHeads(seeds, 1, subject.encoder.embed_dim, num_classes).to(subject.device)
+        heads = LinearHeads(seeds, 1, subject.encoder.embed_dim, weights["bias"].shape[-1]).to(subject.device)
         ckpt.load_weights(heads, weights, path)
-        fits.append(Fit(seeds, heads, torch.zeros(0, len(seeds))))
+        fits.append(Fit(seeds, heads, torch.zeros(0, len(seeds)), state["train_images"]))
     return fits
+
+
+def save_probe(path: Path, fits: list[Fit], subject: Subject, protocol: str, settings: dict) -> None:
+    state = {
+        "probe": [[fit.seeds, fit.heads.state_dict()] for fit in fits],
+        "protocol": protocol,
+        "settings": settings,
+        "train_images": fits[0].train_images,
+        "classes": subject.classes,
+        "checkpoint_sha256": subject.checkpoint_sha256,
+    }
+    ckpt.save_checkpoint(path, state)
 
 
 def main(args: Namespace) -> None:
     check_args(args)
+    finished = load_probe(args.resume) if args.eval else None
     subject = open_subject(args)
     if args.nb_classes is not None and args.nb_classes < len(subject.classes):
         raise UserError(f"--nb_classes {args.nb_classes} is less than the {len(subject.classes)} classes of the data")
-    report = Report(subject, "linprobe-cached" if args.cache_features else "linprobe")
+    protocol = "linprobe-cached" if args.cache_features else "linprobe"
+    report = Report(subject, finished["protocol"] if finished else protocol)
     seeds = [args.seed + i for i in range(args.runs)]
     # Cached features train all runs together; otherwise each augments and encodes its own images.
     groups = [seeds] if args.cache_features else [[seed] for seed in seeds]
     files = unfinished_files(subject, groups, args)
     test = subject.features("val")
-    fits = load_probe(args.resume, subject, args) if args.eval else train_probe(subject, test, groups, files, args)
+    if finished:
+        fits, settings = restore_probe(finished, subject, args.resume), finished["settings"]
+    else:
+        fits = train_probe(subject, test, groups, files, args)
+        settings = {name: getattr(args, name) for name in SETTINGS}
     top5 = torch.cat([predict(fit.heads, test.features)[:, 0] for fit in fits])  # [R, N, 5]
 
     details = show_results(subject, test, top5, fits, report, args)
-    settings = {name: getattr(args, name) for name in SETTINGS}
-    (details if args.lr_grid else settings)["lr"] = args.lr  # found, or asked for
+    if not finished:
+        (details if args.lr_grid else settings)["lr"] = args.lr  # found, or asked for
     seeds = [seed for fit in fits for seed in fit.seeds]
-    path = report.write(Outcome(test, top5, seeds, settings, len(subject.datasets["train"]), details))
-    if path and not args.eval:
-        probe = [[fit.seeds, fit.heads.state_dict()] for fit in fits]
-        state = {"probe": probe, "checkpoint_sha256": subject.checkpoint_sha256, "classes": subject.classes}
-        ckpt.save_checkpoint(path.with_suffix(".pth"), state)
+    path = report.write(Outcome(test, top5, seeds, settings, fits[0].train_images, details))
+    if path and not finished:
+        save_probe(path.with_suffix(".pth"), fits, subject, protocol, settings)
     for file in files.values():
         file.remove()
 
@@ -271,19 +298,20 @@ def show_results(
     """The last epoch is the result. The best epoch on the test images is told apart; returns it for the record."""
     figures = summary(top5, test.labels)
     seeds = ", ".join(str(seed) for fit in fits for seed in fit.seeds)
-    say_if_few_classes(len(subject.classes))
+    say_if_few_classes(fits[0].heads.bias.shape[-1])
     title = f"linear probing on {subject.data_name}, last epoch, seeds {seeds}"
     show_table(title, ["Acc@1", "Acc@5"], [[shown(figures, "acc1"), shown(figures, "acc5")]])
     for name in ("acc1", "acc5"):
         report.scalar(name, figures[name], args.epochs)
     curve = torch.cat([fit.curve for fit in fits], dim=1).mean(dim=1).tolist()  # [E], mean over runs
-    for epoch, acc1 in enumerate(curve):
+    by_epoch = dict(enumerate(curve, start=args.start_epoch))
+    for epoch, acc1 in by_epoch.items():
         report.scalar("acc1_by_epoch", acc1, epoch)
-    if not curve:
+    if not by_epoch:
         return {}
-    best = max(range(len(curve)), key=curve.__getitem__)
-    logger.info("(best epoch by test accuracy, which is no result: %d, with Acc@1 %.2f)", best, curve[best])
-    return {"best_test_epoch": {"epoch": best, "acc1": curve[best]}}
+    best = max(by_epoch, key=by_epoch.get)
+    logger.info("(best epoch by test accuracy, which is no result: %d, with Acc@1 %.2f)", best, by_epoch[best])
+    return {"best_test_epoch": {"epoch": best, "acc1": by_epoch[best]}}
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import main_fewshot
 import main_knn
 import main_linprobe
 from models_mae import mae_vit_micro_patch4
+from util import shapes
 from util.checkpoint import load_checkpoint, save_checkpoint
 from util.features import file_hash
 
@@ -172,12 +173,21 @@ def test_a_finished_head_can_be_tested_again(evaluate, tmp_path):
     for protocol in ("linprobe", "linprobe-cached"):
         assert evaluate(protocol, "--runs", 2)[0] == 0
         head = tmp_path / "out" / f"{protocol}-shapes-0.pth"
-        code, _, err = evaluate(protocol, "--eval", "--resume", head)
+        code, _, err = evaluate("linprobe", "--eval", "--resume", head, "--epochs", 7)  # its own settings count
         assert (code, err) == (0, "")
         trained, tested = lines(tmp_path / "out")[-2:]
-        assert (trained["acc1"], trained["acc1_std"]) == (tested["acc1"], tested["acc1_std"])
-        assert tested["runs"] == 2
+        for name in ("protocol", "settings", "runs", "acc1", "acc1_std", "images"):
+            assert trained[name] == tested[name]
     assert not list((tmp_path / "out").glob("*.unfinished"))
+
+
+def test_a_head_is_not_tested_on_other_classes(evaluate, tmp_path, monkeypatch):
+    assert evaluate("linprobe-cached")[0] == 0
+    monkeypatch.setattr("util.shapes.ShapesDataset.classes", list("abcdefghij"))
+    monkeypatch.setattr("util.shapes.SHAPES", dict(zip("abcdefghij", shapes.SHAPES.values(), strict=True)))
+    code, _, err = evaluate("linprobe", "--eval", "--resume", tmp_path / "out" / "linprobe-cached-shapes-0.pth")
+    assert code == 2
+    assert "was trained for other classes than shapes has" in err
 
 
 def test_an_interrupted_probe_goes_on_where_it_was(evaluate, tmp_path, monkeypatch):
@@ -200,9 +210,15 @@ def test_an_interrupted_probe_goes_on_where_it_was(evaluate, tmp_path, monkeypat
     code, _, err = evaluate("linprobe", *grid, *cut)
     assert code == 2
     assert "--resume auto" in err
-    code, _, err = evaluate("linprobe", *grid, *cut, "--resume", "auto", "--weight_decay", 0.1)
-    assert code == 2
-    assert "was begun with another weight_decay" in err
+    changes = {
+        "weight_decay": ("--weight_decay", 0.1),
+        "images of train, images of val": ("--shapes_images", 110),
+        "nb_classes": ("--nb_classes", 12),
+    }
+    for name, change in changes.items():
+        code, _, err = evaluate("linprobe", *grid, *cut, "--resume", "auto", *change)
+        assert code == 2
+        assert f"was begun with another {name}" in err
 
     epochs.clear()
     monkeypatch.setattr(main_linprobe, "train_one_epoch", lambda *args: epochs.append(1) or original(*args))
@@ -347,6 +363,10 @@ BAD = {
     "eval without head": ("linprobe", ("--eval",), "--eval goes with --resume FILE"),
     "head without eval": ("linprobe", ("--resume", "x.pth"), "--eval goes with --resume FILE"),
     "not a head": ("linprobe", ("--eval", "--resume", "{checkpoint}"), "is not the .pth of a finished linear probe"),
+    "negative rate": ("linprobe", ("--lr", "-1"), "--lr -1.0 must be above 0"),
+    "nothing to train": ("linprobe", ("--start_epoch", "3"), "--start_epoch 3 leaves none of the 3 --epochs"),
+    "log is a file": ("knn", ("--log_dir", "{tmp}/bad.pth"), "--log_dir cannot be written"),
+    "mpirun": ("knn", ("--dist_on_itp",), "use torchrun"),
     "rate 0": ("linprobe", ("--lr_grid", "0", "1"), "--lr_grid"),
     "two kinds of rate": ("linprobe", ("--lr_grid", "1", "--lr", "1"), "--lr_grid"),
     "few outputs": ("linprobe", ("--nb_classes", "9"), "--nb_classes 9 is less than the 10 classes"),
@@ -403,6 +423,17 @@ def test_two_processes_give_the_result_of_one(evaluate, tmp_path, checkpoint, pr
     assert ours["settings"] == theirs["settings"]
     a, b = predictions(tmp_path / "out", ours), predictions(tmp_path / "two", theirs)
     assert all(np.array_equal(a[name], b[name]) for name in ("images", "labels", "top5", "correct", "correct5"))
+
+
+def test_two_processes_name_unreadable_images_once(tmp_path, checkpoint, folder):
+    """Those of the second process too, which is silent otherwise."""
+    for path in ("cat/0.png", "eel/0.png"):
+        (folder / "test" / path).write_bytes(b"")
+    data = ("--data_path", folder, "--num_workers", 0, "--device", "cpu", "--finetune", checkpoint)
+    done = torchrun("main_knn.py", *data, "--output_dir", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("cat/0.png") == done.stderr.count("eel/0.png") == 1
+    assert lines(tmp_path / "out")[0]["images"] == {"train": 9, "test": 1, "unreadable": 2}
 
 
 def test_two_processes_report_a_mistake(tmp_path):

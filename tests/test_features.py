@@ -187,6 +187,21 @@ def test_unreadable_images_are_named_and_left_out(subject, data, clmae_log):
         subject().features("train")
 
 
+def test_links_to_nowhere_and_odd_names_are_no_obstacle(subject, data, clmae_log):
+    (data / "train" / "a" / "gone.png").symlink_to("nowhere.png")
+    os.rename(data / "train" / "b" / "0.png", os.fsencode(data / "train" / "b") + b"/caf\xe9.png")
+    assert len(subject().features("train")) == 10
+    assert "gone.png" in clmae_log.text
+    assert "1 unreadable images of train are left out" in clmae_log.text
+
+
+def test_a_cached_file_does_not_lift_the_limit(subject, data):
+    (data / "train" / "a" / "2.png").write_bytes(b"")
+    assert len(subject().features("train")) == 9
+    with pytest.raises(UserError, match="1 images of train cannot be read, more than --max_bad_images"):
+        subject("--max_bad_images", 0).features("train")
+
+
 def test_features_that_are_not_finite_are_refused(subject, checkpoint):
     state = mae_vit_micro_patch4(img_size=16).state_dict()
     state["blocks.0.attn.qkv.weight"][0, 0] = torch.nan

@@ -59,8 +59,15 @@ def add_result(folder, correct, correct5=None, protocol="knn", data="cifar10", i
         arrays = {"correct": hits, "correct5": hits, "shots": np.array(list(correct))}
     else:
         line, arrays = figures(correct, correct5), {"correct": correct, "correct5": correct5}
-    np.savez(folder / name, images=images, labels=labels, **arrays)
-    line |= {"protocol": protocol, "data": data, "predictions": name, "classes": 2, "runs": arrays["correct"].shape[-2]}
+    seeds = np.arange(arrays["correct"].shape[-2])
+    np.savez(folder / name, **{"images": images, "labels": labels, "seeds": seeds, **arrays})
+    line |= {
+        "protocol": protocol,
+        "data": data,
+        "predictions": name,
+        "classes": 10,
+        "runs": arrays["correct"].shape[-2],
+    }
     line |= {"checkpoint": f"runs/{folder.name}/checkpoint-7.pth", "checkpoint_sha256": f"{folder.name:0<64}"}
     line |= {"settings": {"model": "vit_micro_patch4", "pooling": "cls_token", "input_size": [32, 32]}} | changed
     with open(folder / "results.jsonl", "a", encoding="utf-8") as file:
@@ -250,6 +257,26 @@ def test_no_star_where_a_seed_contradicts_the_others(cli, tmp_path):
     assert "1.9e-09" in row  # 30 to 0
     assert "+13.33" in row
     assert "*" not in row
+
+
+def test_seeds_are_paired_by_their_number(cli, tmp_path):
+    """Seed 1 is the only one that both have; in order of position, 40 would meet 55."""
+    add_result(tmp_path / "mae", SEEDS, SEEDS, protocol="linprobe", seed=0)
+    add_result(tmp_path / "clmae", right(0, 55), right(0, 55), protocol="linprobe", seed=1)
+    path = tmp_path / "clmae" / "linprobe-cifar10-0.npz"
+    with np.load(path) as file:
+        arrays = dict(file)
+    np.savez(path, **{**arrays, "seeds": np.array([1])})
+    code, _, err = cli(tmp_path / "mae", tmp_path / "clmae")
+    assert code == 0
+    assert float(read_csv(Path("compare"))[1]["p1"]) == pytest.approx(2 / 2**5)
+    assert "seed: 0 against 1" in err
+    assert "runs: 3 against 1" in err
+
+
+def test_few_classes_are_said(cli, tmp_path):
+    add_result(tmp_path / "mae", right(0, 40), classes=2)
+    assert "cifar10 has 2 classes: Acc@5 says little" in cli(tmp_path / "mae")[1]
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ class Result:
     protocol: str
     data: str
     scores: dict[int | None, Score]  # by number of shots; under None where the protocol has no shots
-    settings: dict[str, object]  # those of the evaluation, and the number of classes
+    settings: dict[str, object]  # those of the evaluation, the number of classes, and the seeds
     checkpoint: str | None  # None: random weights
     checkpoint_sha256: str | None
     predictions: Path
@@ -109,11 +109,12 @@ def parse_result(line: bytes, folder: Path) -> Result:
     by_shots = {int(shots): values for shots, values in record["shots"].items()} if few_shot else {None: record}
     if not by_shots:
         raise ValueError("no shots")
+    seeds = {name: record[name] for name in ("seed", "runs") if name in record}
     return Result(
         protocol=str(record["protocol"]),
         data=str(record["data"]),
         scores={shots: parse_score(values) for shots, values in by_shots.items()},
-        settings={**record["settings"], "classes": record["classes"]},
+        settings={**record["settings"], "classes": record["classes"], **seeds},
         checkpoint=record.get("checkpoint"),
         checkpoint_sha256=record.get("checkpoint_sha256"),
         predictions=folder / record["predictions"],
@@ -141,6 +142,7 @@ class Predictions:
     path: Path
     images: np.ndarray  # names [N]
     labels: np.ndarray  # [N]
+    seeds: list[int]  # [R]
     hits: dict[int | None, np.ndarray]  # by shots: bool [2, R, N], the label came first, and was among the first five
 
 
@@ -149,7 +151,7 @@ def read_predictions(result: Result) -> Predictions:
     path = result.predictions
     try:
         with np.load(path, allow_pickle=False) as file:
-            images, labels = file["images"], file["labels"]
+            images, labels, seeds = file["images"], file["labels"], file["seeds"].tolist()
             correct = np.stack([file["correct"], file["correct5"]]).astype(bool)  # [2, R, N], few-shot [2, S, R, N]
             shots = file["shots"].tolist() if result.protocol == FEW_SHOT else [None]
     except Exception as error:  # zip, zlib and numpy each have several errors of their own for a damaged file
@@ -158,8 +160,8 @@ def read_predictions(result: Result) -> Predictions:
 
     if result.protocol != FEW_SHOT:
         correct = correct[:, None]
-    seeds = correct.shape[2] if correct.ndim == 4 else 0
-    if not seeds or not labels.shape == images.shape == correct.shape[3:] or correct.shape[1] != len(shots):
+    fits = labels.shape == images.shape == correct.shape[3:] and correct.shape[1:3] == (len(shots), len(seeds))
+    if not seeds or not fits:
         raise UserError(f"{path} holds arrays whose shapes do not belong together; run the evaluation again")
     found = dict(zip(shots, correct.mean(axis=(2, 3)).T * 100, strict=True)) if images.size else {}
     for number, score in result.scores.items():
@@ -168,7 +170,7 @@ def read_predictions(result: Result) -> Predictions:
                 f"{path} is not what {result.title} was computed from: its accuracies are not those in "
                 f"{RESULTS}; run the evaluation again"
             )
-    return Predictions(path, images, labels, dict(zip(shots, correct.swapaxes(0, 1), strict=True)))
+    return Predictions(path, images, labels, seeds, dict(zip(shots, correct.swapaxes(0, 1), strict=True)))
 
 
 def check_same_images(a: Predictions, b: Predictions) -> None:
@@ -223,8 +225,8 @@ def row_scores(
     for run, score in enumerate(scores[1:], start=1):
         if baseline is None or score is None:
             continue
-        pairs = zip(predictions[run].hits[shots], predictions[0].hits[shots], strict=True)  # [R, N] each, by metric
-        tests = [mcnemar_of_seeds(own, base) for own, base in pairs]
+        by_metric = zip(*paired_hits(predictions[run], predictions[0], shots), strict=True)
+        tests = [mcnemar_of_seeds(own, base) for own, base in by_metric]
         scores[run] = replace(
             score,
             gain=tuple(own - base for own, base in zip(score.acc, baseline.acc, strict=True)),
@@ -234,6 +236,13 @@ def row_scores(
     return scores
 
 
+def paired_hits(a: Predictions, b: Predictions, shots: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """Both sides' hits [2, R, N] with the seeds that they share or, where they share none, with their first."""
+    common = [seed for seed in a.seeds if seed in b.seeds]
+    chosen = [[side.seeds.index(seed) for seed in common] or [0] for side in (a, b)]
+    return a.hits[shots][:, chosen[0]], b.hits[shots][:, chosen[1]]
+
+
 def mcnemar_of_seeds(own: np.ndarray, baseline: np.ndarray) -> tuple[float, bool]:
     """The largest p-value over seeds of bool [R, N], each against the same seed of the baseline, and whether all differ
     in the same direction.
@@ -241,6 +250,6 @@ def mcnemar_of_seeds(own: np.ndarray, baseline: np.ndarray) -> tuple[float, bool
     Pooled, the seeds would count each image several times. One of them alone could be significant by its draw of
     training images, which McNemar's test takes as given. What holds for each of them is more than luck of the draw.
     """
-    pairs = list(zip(own, baseline, strict=False))
+    pairs = list(zip(own, baseline, strict=True))
     directions = {np.sign(a.sum() - b.sum()) for a, b in pairs}
     return max(mcnemar(a, b) for a, b in pairs), len(directions) == 1
