@@ -61,13 +61,7 @@ def add_result(folder, correct, correct5=None, protocol="knn", data="cifar10", i
         line, arrays = figures(correct, correct5), {"correct": correct, "correct5": correct5}
     seeds = np.arange(arrays["correct"].shape[-2])
     np.savez(folder / name, **{"images": images, "labels": labels, "seeds": seeds, **arrays})
-    line |= {
-        "protocol": protocol,
-        "data": data,
-        "predictions": name,
-        "classes": 10,
-        "runs": arrays["correct"].shape[-2],
-    }
+    line |= {"protocol": protocol, "data": data, "predictions": name, "classes": 10, "runs": len(seeds)}
     line |= {"checkpoint": f"runs/{folder.name}/checkpoint-7.pth", "checkpoint_sha256": f"{folder.name:0<64}"}
     line |= {"settings": {"model": "vit_micro_patch4", "pooling": "cls_token", "input_size": [32, 32]}} | changed
     with open(folder / "results.jsonl", "a", encoding="utf-8") as file:
@@ -407,7 +401,7 @@ def test_settings_that_differ_are_warned_of(cli, tmp_path):
     assert code == 0
     assert err == (
         "WARNING: nearest neighbour on cifar10, mae against clmae: pooling: cls_token against global_pool, "
-        "k: 1 against not set, classes: 2 against 5, distance: not set against cosine; a gain could come from that\n"
+        "k: 1 against not set, classes: 10 against 5, distance: not set against cosine; a gain could come from that\n"
     )
     for name in ("compare.txt", "compare.tex"):
         assert "caution: nearest neighbour on cifar10, mae" in Path("compare", name).read_text(encoding="utf-8")
