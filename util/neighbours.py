@@ -41,7 +41,7 @@ def nearest_neighbours(
     *,
     cosine: bool = False,
     device: torch.device | str = "cpu",
-    block_mb: float = 512,
+    block_mb: float = 256,
     header: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Distances (float64) and indices of each query's neighbours in `train`, both [M, k] and nearest first.
