@@ -201,8 +201,8 @@ def unfinished_files(subject: Subject, groups: list[list[int]], args: Namespace)
     """Where each training keeps its state. With cached features nowhere: starting over is quicker than looking."""
     identity = {name: getattr(args, name) for name in (*SETTINGS, "blr", "lr", "nb_classes", "seed")}
     identity |= subject.settings() | {"processes": get_world_size(), "checkpoint": subject.checkpoint_sha256}
-    identity |= {f"images of {split}": subject.fingerprint(split) for split in ("train", "val")}
     kept = args.output_dir and not args.cache_features and not args.eval
+    identity |= {f"images of {split}": subject.fingerprint(split) for split in ("train", "val") if kept}
     stages = ("lr_grid-seed", "seed") if args.lr_grid else ("seed",)
     labels = [f"{stage}{seeds[0]}" for seeds in groups for stage in stages]
     paths = {label: Path(args.output_dir) / f"linprobe-{subject.file_name}-{label}.unfinished" for label in labels}
