@@ -7,6 +7,7 @@ predict                         the five likeliest classes of every image
 
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
+from itertools import islice
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,7 @@ from util.lars import LARS
 from util.lr_sched import learning_rate, set_learning_rate
 from util.metrics import top_classes
 from util.misc import autocast, gather_rows
-from util.progress import Progress
+from util.progress import tracked
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # features [R, B, D] and labels [R, B], for each of R runs
 
@@ -66,12 +67,10 @@ def train_one_epoch(
     """One epoch of all heads at peak learning rates `rates` [G]; returns the mean loss of each, [R, G]."""
     heads.train()
     steps = num_batches // args.accum_iter  # a last, incomplete accumulation is left out
+    schedule = dict(min_lr=args.min_lr, warmup_epochs=args.warmup_epochs, epochs=args.epochs)
     total = torch.zeros(heads.bias.shape[:2], device=heads.bias.device)
-    for i, (x, labels) in enumerate(batches):
-        if i == steps * args.accum_iter:
-            break
+    for i, (x, labels) in enumerate(islice(batches, steps * args.accum_iter)):
         if i % args.accum_iter == 0:
-            schedule = dict(min_lr=args.min_lr, warmup_epochs=args.warmup_epochs, epochs=args.epochs)
             set_learning_rate(optimizer, learning_rate(epoch + i / args.accum_iter / steps, lr=rates, **schedule))
         losses = head_losses(heads(x), labels)
         (losses.sum() / args.accum_iter).backward()
@@ -137,13 +136,12 @@ class EncodedBatches:
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
         self.loader.set_epoch(epoch)
-        progress = Progress(f"epoch {epoch}", len(self), self.loader.batches.batch_size)
-        for imgs, labels in self.loader:
+        images = self.loader.batches.batch_size
+        for imgs, labels in tracked(self.loader, f"epoch {epoch}", len(self), images, "images/s"):
             with torch.no_grad(), autocast(self.device, self.amp):
                 features = self.encoder.forward_features(imgs.to(self.device, non_blocking=True)).float()
-            yield gather_rows(features)[None], gather_rows(labels.to(self.device))[None]
-            progress.advance_and_report("images/s")
-        progress.close()
+            labels = labels.to(self.device, non_blocking=True)
+            yield gather_rows(features, equal=True)[None], gather_rows(labels, equal=True)[None]
 
 
 # --- Few shots ---

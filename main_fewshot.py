@@ -7,6 +7,7 @@ On a machine with no GPU and no images, with random weights as the floor:
     python main_fewshot.py --model vit_micro_patch4 --data_set shapes --num_workers 2 --output_dir eval/floor
 """
 
+import itertools
 import json
 from argparse import Namespace
 from pathlib import Path
@@ -19,7 +20,7 @@ from util.evaluation import Subject, add_evaluation_arguments, open_subject
 from util.features import FeatureSet
 from util.metrics import summary
 from util.misc import ArgumentParser, UserError, generator, run
-from util.progress import Progress
+from util.progress import tracked
 from util.results import Outcome, Report, say_if_few_classes, show_table, shown
 from util.sources import labels_of
 
@@ -80,15 +81,12 @@ def evaluate(
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
     """The five likeliest classes of each test image, int64 [S, R, N, 5], for each number of shots and each draw."""
-    progress = Progress("few shots", len(shots) * len(draws), 1)
+    problems = list(itertools.product(shots, draws))
     top5 = []
-    for number in shots:
-        for drawn in draws:
-            chosen = torch.cat([positions[:number] for positions in drawn])
-            head = fit_softmax(train.features[chosen], train.labels[chosen], len(drawn), l2, device)
-            top5.append(predict(head, test.features)[0, 0])
-            progress.advance()
-    progress.close()
+    for number, drawn in tracked(problems, "few shots", len(problems), 1, "heads/s"):
+        chosen = torch.cat([positions[:number] for positions in drawn])
+        head = fit_softmax(train.features[chosen], train.labels[chosen], len(drawn), l2, device)
+        top5.append(predict(head, test.features)[0, 0])
     return torch.stack(top5).view(len(shots), len(draws), len(test), -1)
 
 

@@ -14,7 +14,7 @@ from argparse import Namespace
 import torch
 
 from util.arguments import check_at_least
-from util.evaluation import Subject, add_evaluation_arguments, open_subject
+from util.evaluation import add_evaluation_arguments, open_subject
 from util.features import FeatureSet
 from util.metrics import TOP, summary
 from util.misc import ArgumentParser, UserError, logger, run
@@ -93,7 +93,7 @@ def evaluate(
 
 def main(args: Namespace) -> None:
     check_args(args)
-    subject: Subject = open_subject(args)
+    subject = open_subject(args)
     numbers_of_neighbours(args, len(subject.datasets["train"]))  # fails now rather than after the work
     report = Report(subject, "knn" if args.distance == "euclidean" else f"knn-{args.distance}")
     train, test = subject.features("train"), subject.features("val")

@@ -99,8 +99,8 @@ def load_encoder(
 ) -> VisionTransformer:
     """The frozen encoder of a checkpoint, in evaluation mode; what is None is read off the checkpoint.
 
-    `path` is a file of this project or of upstream MAE, whole or encoder alone, or a run's folder (its newest
-    checkpoint). None gives random weights, those from which a pretraining with `seed` starts: the floor.
+    `path` is a file of this project or of upstream MAE, whole or encoder alone. None gives random weights, those from
+    which a pretraining with `seed` starts: the floor.
     """
     if model is not None and model not in MODELS:
         raise UserError(f"--model {model} is unknown; known are {', '.join(MODELS)}")

@@ -38,8 +38,9 @@ def test_one_encoder_for_each_mae():
     assert set(MODELS) == sizes - {"vit_base", "vit_large", "vit_huge"}, "short names have no upstream counterpart"
     with torch.device("meta"):
         for name in MODELS:
-            mae = encoder_weights({"model": build_mae(f"mae_{name}").state_dict()}, name)
-            vit = MODELS[name](num_classes=0).state_dict()
+            mae_model, vit_model = build_mae(f"mae_{name}"), MODELS[name](num_classes=0)
+            assert mae_model.blocks[0].attn.num_heads == vit_model.blocks[0].attn.num_heads, "no weight tells it"
+            mae, vit = encoder_weights({"model": mae_model.state_dict()}, name), vit_model.state_dict()
             assert {key: value.shape for key, value in vit.items()} == {key: value.shape for key, value in mae.items()}
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from util.datasets import BadImages, SeededDataset, collate
 from util.misc import UserError, autocast, gather_objects, gather_rows, is_main_process, logger, share_of_rank
-from util.progress import Progress
+from util.progress import tracked
 from util.shapes import ShapesDataset
 from util.sources import ImageList, labels_of
 
@@ -66,20 +66,16 @@ def extract_features(
         generator=torch.Generator(),
     )
     bad_images = BadImages(dataset, fate="left out")
-    progress = Progress(header, len(loader), batch_size) if header else None
     features = [torch.empty(0, width)]  # a process may have no images at all
     kept = torch.ones(len(mine), dtype=torch.bool)
-    for start, (imgs, _, bad) in zip(range(0, len(mine), batch_size), loader, strict=True):
+    batches = tracked(loader, header, len(loader), batch_size, "images/s")
+    for start, (imgs, _, bad) in zip(range(0, len(mine), batch_size), batches, strict=True):
         bad_images.add([names[0] for names in bad if names])
         readable = torch.tensor([not names for names in bad])
         kept[start : start + len(imgs)] = readable
         with autocast(device, amp):
             encoded = encode(imgs.to(device, non_blocking=True))
         features.append(encoded.float().cpu()[readable])
-        if progress:
-            progress.advance_and_report("images/s")
-    if progress:
-        progress.close()
     # Once more for all processes together: the first one speaks, and the limit is for the whole.
     bad_images.add([name for names in gather_objects(sorted(bad_images.names)) for name in names])
     features = torch.cat(features)

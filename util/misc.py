@@ -136,18 +136,18 @@ def share_of_rank(length: int) -> slice:
     return slice(rank * length // world_size, (rank + 1) * length // world_size)
 
 
-def gather_rows(rows: torch.Tensor) -> torch.Tensor:
-    """The rows of all processes, in the order of ranks, on every process. They may have different numbers of rows."""
+def gather_rows(rows: torch.Tensor, equal: bool = False) -> torch.Tensor:
+    """The rows of all processes, in the order of ranks, on every process.
+
+    They may have different numbers of rows; saying that they are `equal` spares a host-device sync.
+    """
     if get_world_size() == 1:
         return rows
-    count = torch.tensor([len(rows)], device=rows.device)
-    counts = [torch.empty_like(count) for _ in range(get_world_size())]
-    dist.all_gather(counts, count)
-    longest = max(int(count) for count in counts)
-    padded = torch.cat([rows, rows.new_zeros(longest - len(rows), *rows.shape[1:])])
+    counts = [len(rows)] * get_world_size() if equal else gather_objects(len(rows))
+    padded = torch.cat([rows, rows.new_zeros(max(counts) - len(rows), *rows.shape[1:])])
     parts = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(parts, padded)
-    return torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)])
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
 
 def gather_objects(value: object) -> list:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from util.misc import gather_rows, share_of_rank
-from util.progress import Progress
+from util.progress import tracked
 
 GROUP = 64  # scores of which first the smallest is taken; also the unit of a block's width
 SPARE = 8  # candidates beyond the neighbours asked for, so that rounding seldom leaves a query in doubt
@@ -53,16 +53,12 @@ def nearest_neighbours(
     mine = Rows(queries[share_of_rank(len(queries))], device, cosine)
     rows, columns = block_shape(block_mb, len(mine), *train.shape)
     scan = Scan(Rows(train, device, cosine), rows, columns)
-    progress = Progress(header, -(-len(mine) // rows), rows) if header else None
+    starts = range(0, len(mine), rows)
     squares, found = [torch.empty(0, k, dtype=torch.float64)], [torch.empty(0, k, dtype=torch.int64)]
-    for start in range(0, len(mine), rows):
+    for start in tracked(starts, header, len(starts), rows, "queries/s"):
         square, index = search(scan, mine[start : start + rows], k)
         squares.append(square.cpu())
         found.append(index.cpu())
-        if progress:
-            progress.advance_and_report("queries/s")
-    if progress:
-        progress.close()
     squares, found = gather_rows(torch.cat(squares)), gather_rows(torch.cat(found))
     # Between vectors of length one, half the squared Euclidean distance is the cosine distance.
     return squares / 2 if cosine else squares.sqrt(), found

@@ -4,7 +4,8 @@ import datetime
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeVar
 
 import torch
 from torch.utils.tensorboard import SummaryWriter
@@ -13,6 +14,7 @@ from tqdm import tqdm
 from util.metrics import mask_health
 from util.misc import TrainingDiverged, logger
 
+Item = TypeVar("Item")
 LOG_INTERVAL = 20  # iterations between reports; in between nothing waits for the device
 
 
@@ -105,12 +107,6 @@ class Progress:
         self.done += 1
         self.bar.update()
 
-    def advance_and_report(self, rate_name: str) -> None:
-        """For work that has nothing to tell but its speed."""
-        self.advance()
-        if self.done % LOG_INTERVAL == 0:
-            self.report({rate_name: self.images_per_second()})
-
     def images_per_second(self) -> float:
         """Since the last call."""
         now = time.monotonic()
@@ -130,6 +126,22 @@ class Progress:
 
     def close(self) -> None:
         self.bar.close()
+
+
+def tracked(items: Iterable[Item], header: str | None, total: int, size: int, rate_name: str) -> Iterator[Item]:
+    """`total` items of `size` things each, with a bar or lines that tell how fast they go; without, if no header."""
+    if header is None:
+        yield from items
+        return
+    progress = Progress(header, total, size)
+    try:
+        for item in items:
+            yield item
+            progress.advance()
+            if progress.done % LOG_INTERVAL == 0:
+                progress.report({rate_name: progress.images_per_second()})
+    finally:
+        progress.close()
 
 
 class EpochLog:
