@@ -5,14 +5,19 @@
     Step 2      the CMM learns from the MAE's error on softly masked images      (the MAE is not touched)
 
 Without a CMM (`--masking random`), step 1 with random masks is all there is: vanilla MAE through the same code.
+
+Every loss is that of the global batch, so that its value and its gradient do not depend on how many processes share it.
+DistributedDataParallel averages gradients over processes; what each process backpropagates is therefore scaled so that
+the average is the gradient of the global loss.
 """
 
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.tensorboard import SummaryWriter
 
@@ -27,36 +32,61 @@ from models_cmm import (
 from models_mae import MaskedAutoencoderViT
 from util.datasets import ImageLoader
 from util.lr_sched import adjust_learning_rate, learning_rate, set_learning_rate
-from util.misc import NativeScalerWithGradNormCount, amp_dtype, autocast, generator
+from util.misc import (
+    NativeScalerWithGradNormCount,
+    all_reduce_sum,
+    amp_dtype,
+    autocast,
+    gather_rows,
+    generator,
+    get_rank,
+    get_world_size,
+    without_ddp,
+)
 from util.progress import EpochLog, LossGuard
 
 
 def train_one_epoch(
-    model: MaskedAutoencoderViT,
+    model: MaskedAutoencoderViT | DistributedDataParallel,
     data_loader: ImageLoader,
     optimizer: Optimizer,
     device: torch.device,
     epoch: int,
     loss_scaler: NativeScalerWithGradNormCount,
     *,
-    cmm: CurriculumMaskingModule | None = None,
+    cmm: CurriculumMaskingModule | DistributedDataParallel | None = None,
     optimizer_cmm: Optimizer | None = None,
     loss_scaler_cmm: NativeScalerWithGradNormCount | None = None,
     loss_guard: LossGuard,
     log_writer: SummaryWriter | None = None,
+    steps_done: int = 0,
+    log_state: dict | None = None,
+    after_update: Callable[[int, EpochLog], None] | None = None,
     args: Namespace,
 ) -> dict[str, float]:
-    """Train for one epoch; returns the epoch's mean of every logged value."""
-    model.train()
-    data_loader.set_epoch(epoch)
-    steps_per_epoch = len(data_loader) // args.accum_iter  # a last, incomplete accumulation is left out
-    iterations = steps_per_epoch * args.accum_iter
-    amp = amp_dtype(args.amp, device)
-    log = EpochLog(epoch, iterations, loss_guard, log_writer, args.batch_size)
+    """Train for one epoch; returns the epoch's mean of every logged value.
 
-    for i, (imgs, _) in enumerate(islice(data_loader, iterations)):
+    An epoch that was interrupted after `steps_done` updates goes on there, with the `log_state` of that moment.
+    `after_update` is called with the number of updates of the whole run so far.
+    """
+    model.train()
+    mae = without_ddp(model)
+    steps_per_epoch = len(data_loader) // args.accum_iter  # a last, incomplete accumulation is left out
+    first, iterations = steps_done * args.accum_iter, steps_per_epoch * args.accum_iter
+    data_loader.set_epoch(epoch, first_batch=first)
+    amp = amp_dtype(args.amp, device)
+    log = EpochLog(epoch, first, iterations, loss_guard, log_writer, args.batch_size * get_world_size())
+    if log_state is not None:
+        log.load_state_dict(log_state)
+
+    for i, (imgs, _) in enumerate(islice(data_loader, iterations - first), start=first):
         step = epoch * steps_per_epoch + i // args.accum_iter
         update = (i + 1) % args.accum_iter == 0
+        for network in (model, cmm):
+            # Processes exchange gradients only where they are used. (The attribute behind DDP's no_sync(), which
+            # would have to enclose both steps.)
+            if isinstance(network, DistributedDataParallel):
+                network.require_backward_grad_sync = update
         epochs_passed = step / steps_per_epoch
         lr = adjust_learning_rate(optimizer, epochs_passed, args)
         imgs = imgs.to(device, non_blocking=True)
@@ -68,10 +98,11 @@ def train_one_epoch(
                 keep_prob = cmm(imgs)  # Z [N, L]
 
         # Step 1: the MAE, on what the masks leave visible.
-        masking = choose_masking(imgs, keep_prob, model.patch_embed.num_patches, epoch, i, args)
+        masking = choose_masking(imgs, keep_prob, mae.patch_embed.num_patches, epoch, i, args)
         with autocast(device, amp):
-            loss, _, mask = model(imgs, args.mask_ratio, **masking)
-        loss_scaler(loss / args.accum_iter, optimizer, args.clip_grad, model.parameters(), update_grad=update)
+            local_loss, _, mask = model(imgs, args.mask_ratio, **masking)
+        loss, share = global_loss(local_loss, mask)
+        loss_scaler(share / args.accum_iter, optimizer, args.clip_grad, model.parameters(), update_grad=update)
         losses, settings = {"loss": loss}, {"lr": lr}
 
         # Step 2: the CMM, on the error of the MAE just updated. (When gradients accumulate, the MAE is updated only
@@ -81,13 +112,17 @@ def train_one_epoch(
             lr_cmm = cmm_learning_rate(epochs_passed, args)
             set_learning_rate(optimizer_cmm, lr_cmm)
             with autocast(device, amp):
-                error = soft_error(model, imgs, keep_prob)
-            losses |= cmm_losses(keep_prob, error, weight, args)
-            loss_cmm = losses["cmm/loss"] / args.accum_iter
+                error = soft_error(mae, imgs, keep_prob)
+            # Z and errors of the global batch: every pair of its images counts, whichever process has them. Gradients
+            # flow to this process's rows alone, so the processes' gradients add up to that of the loss.
+            losses |= cmm_losses(gather_rows(keep_prob, equal=True), gather_rows(error, equal=True), weight, args)
+            loss_cmm = losses["cmm/loss"] * get_world_size() / args.accum_iter
             loss_scaler_cmm(loss_cmm, optimizer_cmm, args.clip_grad, cmm.parameters(), update_grad=update)
             settings |= {"cmm/lambda_cl": weight, "cmm/lr": lr_cmm}
 
         log.add(i, losses, settings, mask, keep_prob)
+        if update and after_update is not None:
+            after_update(step + 1, log)
     return log.close()
 
 
@@ -97,11 +132,28 @@ def choose_masking(
     """The masking argument of the MAE in step 1: random, thresholded Z, or the largest Z."""
     if keep_prob is None:
         # The noise is a function of the iteration, not of the process's history. Drawn on the CPU: the same anywhere.
-        noise = torch.rand(len(imgs), num_patches, generator=generator("noise", args.seed, epoch, iteration))
+        # Drawn for the global batch, of which this process has its rows: the same for any number of processes.
+        n, rank = len(imgs), get_rank()
+        draw = generator("noise", args.seed, epoch, iteration)
+        noise = torch.rand(n * get_world_size(), num_patches, generator=draw)[n * rank : n * (rank + 1)]
         return {"noise": noise.to(imgs.device, non_blocking=True)}
     if args.select == "topk":
         return {"noise": -keep_prob.detach()}  # the smallest values stay visible
     return {"visible": keep_prob.detach() >= 0.5}
+
+
+def global_loss(local_loss: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean error of the removed patches of the global batch, and this process's share of it.
+
+    Processes remove different numbers of patches, so the mean of their means is not the global one. The mean of their
+    shares is, and only shares carry a gradient.
+    """
+    if get_world_size() == 1:
+        return local_loss, local_loss
+    removed = mask.sum()
+    total_error, total_removed = all_reduce_sum(torch.stack([local_loss.detach() * removed, removed]))
+    total_removed = total_removed.clamp(min=1)  # nothing removed anywhere: the loss is 0, not 0 / 0
+    return total_error / total_removed, local_loss * (removed * get_world_size() / total_removed)
 
 
 @contextmanager

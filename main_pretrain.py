@@ -1,10 +1,13 @@
 """Pretrain CL-MAE, or vanilla MAE, on a folder of images.
 
-On ImageNet, with one GPU:
-    python main_pretrain.py --model mae_vit_base --norm_pix_loss --data_path /data/imagenet
+On ImageNet, with the eight GPUs of a machine (python instead of torchrun uses one of them):
+    torchrun --nproc_per_node=8 main_pretrain.py --model mae_vit_base --norm_pix_loss --data_path /data/imagenet
 
 The vanilla MAE baseline differs in one flag:
-    python main_pretrain.py --model mae_vit_base --norm_pix_loss --data_path /data/imagenet --masking random
+    torchrun --nproc_per_node=8 main_pretrain.py --model mae_vit_base --norm_pix_loss --data_path /data/imagenet \
+        --masking random
+
+Killed, preempted, out of time? The same command with --resume auto goes on, and ends with the same weights.
 
 On a machine with no GPU and no images:
     python main_pretrain.py --model mae_vit_micro_patch4 --input_size 32 --norm_pix_loss --data_set shapes \
@@ -13,6 +16,7 @@ On a machine with no GPU and no images:
 
 import datetime
 import json
+import os
 import time
 from argparse import Namespace
 from pathlib import Path
@@ -22,7 +26,6 @@ from torch.utils.tensorboard import SummaryWriter
 
 from engine_pretrain import train_one_epoch
 from models_mae import MODELS
-from util import checkpoint as ckpt
 from util.arguments import (
     DEFAULT_OUTPUT_DIR,
     add_data_arguments,
@@ -31,19 +34,24 @@ from util.arguments import (
     check_at_least,
     check_shared_args,
 )
+from util.checkpoint import write_text
 from util.datasets import ImageLoader, build_pretrain_loader
+from util.interrupt import StopRequest
 from util.misc import (
     ArgumentParser,
-    TrainingDiverged,
     UserError,
     amp_dtype,
+    get_world_size,
+    init_distributed_mode,
+    is_main_process,
     logger,
-    pick_device,
-    refuse_many_processes,
     run,
+    with_ddp,
 )
 from util.monitor import Monitor
 from util.progress import LossGuard, brief
+from util.resume import Start, begin, data_identity
+from util.saver import Saver
 from util.state import TrainingState, build_state
 
 
@@ -52,6 +60,9 @@ def get_args_parser() -> ArgumentParser:
 
     run_ = parser.add_argument_group("run length and batch")
     run_.add_argument("--batch_size", default=64, type=int, help="images per process and iteration")
+    run_.add_argument(
+        "--global_batch_size", default=None, type=int, help="images per update of all processes; sets --batch_size"
+    )
     run_.add_argument("--epochs", default=400, type=int, help="passes over the data")
     run_.add_argument(
         "--accum_iter", default=1, type=int, help="micro-batches per update: a larger batch in less memory"
@@ -113,10 +124,16 @@ def get_args_parser() -> ArgumentParser:
     out = parser.add_argument_group("output and resuming")
     out.add_argument("--output_dir", default=DEFAULT_OUTPUT_DIR, help="checkpoints and log.txt; '' writes nothing")
     out.add_argument("--log_dir", default=DEFAULT_OUTPUT_DIR, help="TensorBoard; follows --output_dir unless given")
-    out.add_argument("--save_every", default=20, type=int, help="epochs between checkpoints; the last is always kept")
+    out.add_argument(
+        "--save_minutes", default=15, type=float, help="minutes between updates of checkpoint-last.pth; 0: epochs only"
+    )
+    out.add_argument("--save_every", default=20, type=int, help="epochs between checkpoint-N.pth; the last is always")
+    out.add_argument("--keep", default=0, type=int, help="keep so many of the newest checkpoint-N.pth; 0: all")
     out.add_argument("--vis_every", default=1, type=int, help="epochs between pictures of masks; 0: none")
     out.add_argument("--knn_every", default=0, type=int, help="epochs between quick nearest-neighbour checks; 0: none")
     out.add_argument("--resume", default="", help="checkpoint to continue, or auto: the newest in --output_dir")
+    out.add_argument("--init", default="", help="checkpoint whose weights alone start a new run, such as an MAE's")
+    out.add_argument("--allow_changes", action="store_true", help="continue with other settings than before")
     out.add_argument(
         "--start_epoch", default=0, type=int, help="number of the first epoch; a resumed run knows its own"
     )
@@ -128,7 +145,7 @@ def get_args_parser() -> ArgumentParser:
 
 
 def check_args(args: Namespace) -> None:
-    """Refuse impossible values by name, and settle what follows from other flags."""
+    """Refuse impossible values by name."""
     if args.model not in MODELS:
         raise UserError(f"--model {args.model} is unknown; known are {', '.join(sorted(MODELS))}")
     check_shared_args(args)
@@ -140,67 +157,46 @@ def check_args(args: Namespace) -> None:
         raise UserError(f"--lambda_cl_end {args.lambda_cl_end} is outside [-1, 1]")
     check_at_least(args, 1, "batch_size", "epochs", "accum_iter", "cmm_depth", "save_every")
     check_at_least(args, 0, "lambda_gauss", "lambda_kl", "lambda_div", "weight_decay", "blr", "min_lr", "warmup_epochs")
-    check_at_least(args, 0, "vis_every", "knn_every", "start_epoch")
+    check_at_least(args, 0, "vis_every", "knn_every", "start_epoch", "save_minutes", "keep")
     if args.clip_grad is not None and args.clip_grad <= 0:
         raise UserError(f"--clip_grad {args.clip_grad} must be above 0")
-
-    batch = args.batch_size * args.accum_iter
-    cmm_blr = args.blr if args.cmm_blr is None else args.cmm_blr
-    args.cmm_lr = cmm_blr * batch / 256 if args.lr is None or args.cmm_blr is not None else args.lr
-    args.lr = args.blr * batch / 256 if args.lr is None else args.lr
     if args.warmup_epochs >= args.epochs:
         logger.warning("--warmup_epochs %d fills the whole run of %d epochs", args.warmup_epochs, args.epochs)
 
 
-def resume(state: TrainingState, args: Namespace) -> int:
-    """Load what `--resume` names, if anything; returns the first epoch to train."""
-    output_dir = Path(args.output_dir) if args.output_dir else None
-    if args.resume == "auto":
-        checkpoint, source = (ckpt.newest_checkpoint(output_dir) if output_dir else None), "the newest checkpoint"
-        if checkpoint is None:
-            logger.info("--resume auto: no checkpoint in %s, starting from the beginning", output_dir)
-            return args.start_epoch
-    elif args.resume:
-        checkpoint, source = ckpt.load_checkpoint(args.resume), args.resume
-    else:
-        if output_dir and ckpt.numbered_checkpoints(output_dir):
+def settle_batch_and_rates(args: Namespace) -> None:
+    """Fill in what depends on the number of processes: the batch of each, and the absolute learning rates."""
+    parts = get_world_size() * args.accum_iter
+    if args.global_batch_size is not None:
+        if args.global_batch_size < 1 or args.global_batch_size % parts:
             raise UserError(
-                f"--output_dir {output_dir} holds another run's checkpoints; add --resume auto to continue it, "
-                "or choose another folder"
+                f"--global_batch_size {args.global_batch_size} cannot be split evenly into {parts}: "
+                f"{get_world_size()} processes with --accum_iter {args.accum_iter}"
             )
-        return args.start_epoch
-    if "optimizer" not in checkpoint and "model" in checkpoint:  # upstream's released models, for one
-        ckpt.load_weights(state.model, checkpoint["model"], source)
-        logger.info("%s holds weights alone: training starts at epoch %d", source, args.start_epoch)
-        return args.start_epoch
-    state.load(checkpoint, source)
-    return checkpoint["epoch"] + 1
+        args.batch_size = args.global_batch_size // parts
+    batch = args.batch_size * parts
+    cmm_blr = args.blr if args.cmm_blr is None else args.cmm_blr
+    args.cmm_lr = cmm_blr * batch / 256 if args.lr is None or args.cmm_blr is not None else args.lr
+    args.lr = args.blr * batch / 256 if args.lr is None else args.lr
 
 
-def save(state: TrainingState, epoch: int, step: int, args: Namespace) -> None:
-    """Write checkpoint-N.pth, unless the weights are lost: the last update's damage shows in no loss yet."""
-    for network in (state.model, state.cmm):
-        if network is not None and not all(p.isfinite().all() for p in network.parameters()):
-            raise TrainingDiverged(
-                f"weights are not finite after epoch {epoch}; checkpoints written before are untouched. "
-                "Try a lower --blr, --clip_grad 1, or --amp off"
-            )
-    path = Path(args.output_dir) / f"checkpoint-{epoch}.pth"
-    ckpt.save_checkpoint(path, {**state.state_dict(), "epoch": epoch, "step": step, "args": vars(args)})
-
-
-def prepare_output(args: Namespace, start_epoch: int, classes: list[str]) -> SummaryWriter | None:
+def prepare_output(args: Namespace, start: Start, steps_per_epoch: int, classes: list[str]) -> SummaryWriter | None:
     """Make the folders, note the classes in use, and drop log lines of epochs that will be trained again."""
+    if not is_main_process():
+        return None
     if args.output_dir:
         output_dir = Path(args.output_dir)
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
             if classes:
-                (output_dir / "classes.txt").write_text("\n".join(classes) + "\n")
-            drop_log_lines(output_dir / "log.txt", start_epoch)
+                write_text(output_dir / "classes.txt", "\n".join(classes) + "\n")
+            drop_log_lines(output_dir / "log.txt", start.epoch)
         except OSError as error:
             raise UserError(f"--output_dir {output_dir} cannot be written: {error.strerror}") from None
-    return SummaryWriter(args.log_dir, purge_step=start_epoch * 1000) if args.log_dir else None
+    if not args.log_dir:
+        return None
+    shown_up_to = int((start.epoch + start.steps_done / steps_per_epoch) * 1000)  # on TensorBoard's axis
+    return SummaryWriter(args.log_dir, purge_step=shown_up_to + 1)
 
 
 def drop_log_lines(log: Path, start_epoch: int) -> None:
@@ -209,7 +205,7 @@ def drop_log_lines(log: Path, start_epoch: int) -> None:
     kept = [line for line in lines if line.endswith("}\n") and json.loads(line)["epoch"] < start_epoch]
     if len(kept) < len(lines):
         logger.warning("%s: dropped %d lines of epochs that are trained again", log, len(lines) - len(kept))
-    log.write_text("".join(kept))
+    write_text(log, "".join(kept))
 
 
 def write_log(
@@ -220,55 +216,68 @@ def write_log(
         for name, value in figures.items():
             log_writer.add_scalar(name, value, (epoch + 1) * 1000)
         log_writer.flush()
-    if args.output_dir:
+    if args.output_dir and is_main_process():
         values = {f"train_{name}": value for name, value in stats.items()} | figures
         line = {name.replace("/", "_"): value for name, value in values.items()} | {"epoch": epoch}
         with open(Path(args.output_dir) / "log.txt", "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())  # a checkpoint follows, and must not outlive its log
 
 
 def main(args: Namespace) -> None:
-    refuse_many_processes()
     check_args(args)
-    device = pick_device(args.device)
+    device = init_distributed_mode(args)
+    settle_batch_and_rates(args)
     data_loader = build_pretrain_loader(args)
-    check_enough_data(data_loader, args)
+    args.data_identity = data_identity(data_loader.dataset.source, args)
+    steps_per_epoch = count_steps(data_loader, args)
     monitor = Monitor(args, device)
     state = build_state(args, device)
-    start_epoch = resume(state, args)
-    log_writer = prepare_output(args, start_epoch, data_loader.dataset.source.classes)
+    start = begin(state, steps_per_epoch, args)
+    log_writer = prepare_output(args, start, steps_per_epoch, data_loader.dataset.source.classes)
     describe_run(state, data_loader, device, args)
 
+    model, cmm = (None if network is None else with_ddp(network) for network in (state.model, state.cmm))
     loss_guard = LossGuard(skip=amp_dtype(args.amp, device) == torch.float16)
-    start = time.monotonic()
-    for epoch in range(start_epoch, args.epochs):
-        stats = train_one_epoch(
-            state.model,
-            data_loader,
-            state.optimizer,
-            device,
-            epoch,
-            state.scaler,
-            cmm=state.cmm,
-            optimizer_cmm=state.optimizer_cmm,
-            loss_scaler_cmm=state.scaler_cmm,
-            loss_guard=loss_guard,
-            log_writer=log_writer,
-            args=args,
-        )
-        figures = monitor.after_epoch(epoch, state.model, state.cmm, log_writer)
-        # The log comes before the checkpoint: what is logged twice can be dropped on resuming, a gap cannot be filled.
-        write_log(stats, figures, epoch, log_writer, args)
-        if args.output_dir and ((epoch + 1) % args.save_every == 0 or epoch + 1 == args.epochs):
-            save(state, epoch, (epoch + 1) * (len(data_loader) // args.accum_iter), args)
-        report_epoch(stats, figures, epoch, (time.monotonic() - start) / (epoch + 1 - start_epoch), args)
-    logger.info("training time %s", datetime.timedelta(seconds=int(time.monotonic() - start)))
+    start_time = time.monotonic()
+    with StopRequest() as stop:
+        saver = Saver(state, stop, log_writer, args)
+        for epoch in range(start.epoch, args.epochs):
+            resumed = start if epoch == start.epoch else Start(epoch)
+            stats = train_one_epoch(
+                model,
+                data_loader,
+                state.optimizer,
+                device,
+                epoch,
+                state.scaler,
+                cmm=cmm,
+                optimizer_cmm=state.optimizer_cmm,
+                loss_scaler_cmm=state.scaler_cmm,
+                loss_guard=loss_guard,
+                log_writer=log_writer,
+                steps_done=resumed.steps_done,
+                log_state=resumed.log_state,
+                after_update=saver.after_update,
+                args=args,
+            )
+            data_loader.share_bad_images()
+            figures = monitor.after_epoch(epoch, state.model, state.cmm, log_writer)
+            # The log comes before the checkpoint: what is logged twice can be dropped on resuming, a gap not filled.
+            write_log(stats, figures, epoch, log_writer, args)
+            report_epoch(stats, figures, epoch, (time.monotonic() - start_time) / (epoch + 1 - start.epoch), args)
+            saver.after_epoch(epoch, (epoch + 1) * steps_per_epoch)
+    logger.info("training time %s", datetime.timedelta(seconds=int(time.monotonic() - start_time)))
 
 
-def check_enough_data(data_loader: ImageLoader, args: Namespace) -> None:
-    images, batch = len(data_loader.dataset), args.batch_size * args.accum_iter
-    if len(data_loader) < args.accum_iter:
+def count_steps(data_loader: ImageLoader, args: Namespace) -> int:
+    """Updates per epoch; a last, incomplete one is left out."""
+    steps = len(data_loader) // args.accum_iter
+    if steps == 0:
+        images, batch = len(data_loader.dataset), args.batch_size * get_world_size() * args.accum_iter
         raise UserError(f"{images} images do not fill one batch of {batch}; lower --batch_size or --accum_iter")
+    return steps
 
 
 def describe_run(state: TrainingState, data_loader: ImageLoader, device: torch.device, args: Namespace) -> None:
@@ -282,11 +291,11 @@ def describe_run(state: TrainingState, data_loader: ImageLoader, device: torch.d
     precision = str(dtype).removeprefix("torch.") if dtype else "float32"
     logger.info("%s with %s masks: %s, %s on %s", args.model, args.masking, parameters, precision, device)
     rates = f"learning rate {args.lr:.3g}" + (f", of the CMM {args.cmm_lr:.3g}" if state.cmm is not None else "")
+    batch = " x ".join(map(str, (args.batch_size, args.accum_iter)))
+    if get_world_size() > 1:
+        batch += f" on each of {get_world_size()} processes"
     images, iterations = len(data_loader.dataset), len(data_loader)
-    logger.info(
-        "%d images, batch %d x %d, %d iterations per epoch, %s",
-        *(images, args.batch_size, args.accum_iter, iterations, rates),
-    )
+    logger.info("%d images, batch %s, %d iterations per epoch, %s", images, batch, iterations, rates)
 
 
 def report_epoch(

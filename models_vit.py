@@ -14,7 +14,7 @@ import timm.models.vision_transformer
 import torch
 
 from models_mae import build_mae, check_divisible, vit_layer_norm
-from util.checkpoint import load_checkpoint, load_weights, numbered_checkpoints
+from util.checkpoint import LAST, load_checkpoint, load_weights, numbered_checkpoints
 from util.misc import UserError, derive_seed
 from util.pos_embed import interpolate_pos_embed
 
@@ -120,10 +120,10 @@ def load_encoder(
 
 
 def find_checkpoint(path: str) -> Path:
-    """`path` itself or, for a run's folder, its newest checkpoint."""
+    """`path` itself or, for a run's folder, its newest checkpoint; one of a whole epoch, if there is any."""
     if not Path(path).is_dir():
         return Path(path)
-    found = numbered_checkpoints(Path(path))
+    found = [*numbered_checkpoints(Path(path)), *Path(path).glob(LAST)]
     if not found:
         raise UserError(f"--finetune {path} is a folder without checkpoint-N.pth")
     return found[0]

@@ -77,7 +77,7 @@ def test_newest_readable_checkpoint(tmp_path, caplog):
     (tmp_path / "checkpoint-best.pth").touch()
     assert [path.name for path in numbered_checkpoints(tmp_path)] == [f"checkpoint-{n}.pth" for n in (10, 9, 2)]
     (tmp_path / "checkpoint-10.pth").write_bytes(b"PK")
-    assert newest_checkpoint(tmp_path)["epoch"] == 9
+    assert newest_checkpoint(tmp_path)[0]["epoch"] == 9
     assert newest_checkpoint(tmp_path / "nowhere") is None
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine_pretrain import choose_masking, cmm_losses, frozen, soft_error, train_one_epoch
-from main_pretrain import check_args, get_args_parser
+from main_pretrain import check_args, get_args_parser, settle_batch_and_rates
 from util.datasets import build_pretrain_loader
 from util.misc import NativeScalerWithGradNormCount, TrainingDiverged
 from util.progress import LossGuard
@@ -22,6 +22,7 @@ def setup(*flags):
         ]
     )
     check_args(args)
+    settle_batch_and_rates(args)
     return args, build_state(args, torch.device("cpu")), build_pretrain_loader(args)
 
 

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import main_pretrain
 from main_pretrain import get_args_parser
 from models_mae import mae_vit_micro_patch4
-from util.misc import EXIT_DIVERGED
+from util.misc import TrainingDiverged
 
 ROOT = Path(__file__).parent.parent
 SMALL = (
@@ -79,7 +79,7 @@ def test_a_run_leaves_checkpoints_a_log_and_tensorboard(cli, tmp_path):
     assert "epoch 1 done" in out
 
     saved = checkpoint(tmp_path)
-    parts = {"model", "optimizer", "scaler", "cmm", "optimizer_cmm", "scaler_cmm", "epoch", "step", "args"}
+    parts = {"model", "optimizer", "scaler", "cmm", "optimizer_cmm", "scaler_cmm", "epoch", "step", "log", "args"}
     assert saved.keys() == parts
     assert (saved["epoch"], saved["step"], saved["args"]["mask_ratio"]) == (1, 6, 0.75)
     assert (tmp_path / "checkpoint-0.pth").exists()
@@ -152,27 +152,46 @@ def test_log_line_cut_short_by_a_kill_is_dropped_and_said(cli, tmp_path):
     assert cli(*flags, "--epochs", 1)[0] == 0
     with open(tmp_path / "log.txt", "a") as file:
         file.write('{"train_loss": 0.1')
-    code, _, err = cli(*flags, "--resume", "auto")
+    code, _, err = cli(*flags, "--resume", "auto", "--allow_changes")
     assert code == 0
     assert "log.txt: dropped 1 lines" in err
     assert [line["epoch"] for line in log_lines(tmp_path)] == [0, 1]
 
 
-def test_weights_alone_start_a_new_run(cli, tmp_path):
-    """A model as upstream publishes it: no optimizer, no epoch."""
+@pytest.mark.parametrize("flag", ["--resume", "--init"])
+def test_weights_alone_start_a_new_run(cli, tmp_path, flag):
+    """A model as upstream publishes it: no optimizer, no epoch; and an encoder without decoder."""
     model = mae_vit_micro_patch4(img_size=16)
     torch.save({"model": model.state_dict()}, tmp_path / "mae.pth")
-    code, out, _ = cli(*SMALL, "--output_dir", tmp_path / "out", "--resume", tmp_path / "mae.pth", "--lr", 0)
+    code, out, _ = cli(*SMALL, "--output_dir", tmp_path / "out", flag, tmp_path / "mae.pth", "--lr", 0)
     assert code == 0
-    assert "holds weights alone" in out
+    assert "mae.pth; training starts at its beginning" in out
     trained = checkpoint(tmp_path / "out")["model"]
     assert all(torch.equal(value, trained[key]) for key, value in model.state_dict().items())
-    torch.save(
-        {"model": {key: v for key, v in model.state_dict().items() if "decoder" not in key}}, tmp_path / "enc.pth"
-    )
-    code, _, err = cli(*SMALL, "--output_dir", tmp_path / "other", "--resume", tmp_path / "enc.pth")
+
+    encoder = {key: v for key, v in model.state_dict().items() if "decoder" not in key and key != "mask_token"}
+    torch.save({"model": encoder}, tmp_path / "enc.pth")
+    code, out, _ = cli(*SMALL, "--output_dir", tmp_path / "enc", flag, tmp_path / "enc.pth", "--lr", 0)
+    assert code == 0
+    assert "enc.pth has no decoder: that is drawn anew" in out
+    trained = checkpoint(tmp_path / "enc")["model"]
+    assert all(torch.equal(value, trained[key]) for key, value in encoder.items())
+
+    torch.save({"model": {**encoder, "mask_token": model.mask_token.data}}, tmp_path / "part.pth")
+    code, _, err = cli(*SMALL, "--output_dir", tmp_path / "part", flag, tmp_path / "part.pth")
     assert code == 2
-    assert "enc.pth has no decoder_pos_embed" in err
+    assert "part.pth has no decoder_pos_embed" in err
+
+
+def test_init_takes_the_weights_of_a_run_and_nothing_else(cli, tmp_path):
+    assert cli(*SMALL, "--output_dir", tmp_path / "first")[0] == 0
+    flags = (*SMALL, "--output_dir", tmp_path / "second", "--init", tmp_path / "first" / "checkpoint-1.pth")
+    assert cli(*flags, "--lr", 0, "--resume", "auto")[0] == 0
+    first, second = checkpoint(tmp_path / "first"), checkpoint(tmp_path / "second")
+    for part in ("model", "cmm"):
+        assert all(torch.equal(value, second[part][key]) for key, value in first[part].items())
+    assert not torch.equal(first["optimizer"]["state"][0]["exp_avg"], second["optimizer"]["state"][0]["exp_avg"])
+    assert [line["epoch"] for line in log_lines(tmp_path / "second")] == [0, 1]
 
 
 def test_vanilla_mae_differs_in_one_flag(cli, tmp_path):
@@ -183,6 +202,9 @@ def test_vanilla_mae_differs_in_one_flag(cli, tmp_path):
     for key, value in vanilla["model"].items():
         assert torch.equal(value, curriculum["model"][key]), "a seed gives both the same initial MAE"
     code, _, err = cli(*SMALL, "--output_dir", tmp_path / "mae", "--resume", "auto")
+    assert code == 2
+    assert "--masking random, now curriculum" in err
+    code, _, err = cli(*SMALL, "--output_dir", tmp_path / "mae", "--resume", "auto", "--allow_changes")
     assert code == 2
     assert "no 'cmm'" in err
 
@@ -224,13 +246,26 @@ def test_one_image_of_one_class(cli, tmp_path, one_class):
 def test_diverging_run_stops_and_leaves_the_last_good_checkpoint(cli, tmp_path):
     assert cli(*SMALL, "--output_dir", tmp_path, "--epochs", 1)[0] == 0
     before = (tmp_path / "checkpoint-0.pth").read_bytes()
-    flags = ("--resume", "auto", "--epochs", 5, "--save_every", 1, "--warmup_epochs", 0, "--lr", 1e30)
+    flags = (
+        "--resume",
+        "auto",
+        "--allow_changes",
+        "--epochs",
+        5,
+        "--save_every",
+        1,
+        "--warmup_epochs",
+        0,
+        "--lr",
+        1e30,
+    )
     code, _, err = cli(*SMALL, "--output_dir", tmp_path, *flags)
-    assert code == EXIT_DIVERGED
+    assert code == TrainingDiverged.exit_code
     assert "not finite" in err
     assert "Traceback" not in err
     assert (tmp_path / "checkpoint-0.pth").read_bytes() == before
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-0.pth"]
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-0.pth", "checkpoint-last.pth"]
+    assert checkpoint(tmp_path, "last")["epoch"] == 0
 
 
 BAD = {

@@ -5,11 +5,14 @@ import errno
 import os
 import pickle
 import re
+import shutil
 from pathlib import Path
 
 import torch
 
 from util.misc import UserError, logger
+
+LAST = "checkpoint-last.pth"  # the newest state of a run, mostly from the middle of an epoch
 
 
 def save_checkpoint(path: Path, state: dict) -> None:
@@ -20,11 +23,42 @@ def save_checkpoint(path: Path, state: dict) -> None:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(partial, path)
+        put_in_place(partial, path)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
         partial.unlink(missing_ok=True)
         reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else error
         raise UserError(f"cannot write the checkpoint {path} ({reason}); what was there before is untouched") from error
+
+
+def link_checkpoint(existing: Path, path: Path) -> None:
+    """Give a checkpoint a second name: at once where the file system has hard links, else by a copy."""
+    partial = path.with_name(path.name + ".partial")
+    partial.unlink(missing_ok=True)
+    try:
+        os.link(existing, partial)
+    except OSError:
+        shutil.copyfile(existing, partial)
+    put_in_place(partial, path)
+
+
+def write_text(path: Path, text: str) -> None:
+    """All or nothing, as `save_checkpoint`."""
+    partial = path.with_name(path.name + ".partial")
+    with open(partial, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    put_in_place(partial, path)
+
+
+def put_in_place(partial: Path, path: Path) -> None:
+    """Rename a complete file, and make the new name last through a crash of the machine."""
+    os.replace(partial, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def load_checkpoint(path: str | Path) -> dict:
@@ -75,18 +109,30 @@ def some_of(keys: list[str], most: int = 5) -> str:
 
 def numbered_checkpoints(folder: Path) -> list[Path]:
     """checkpoint-N.pth files of `folder`, newest epoch first."""
-    found = {int(m[1]): p for p in folder.glob("checkpoint-*.pth") if (m := re.fullmatch(r"checkpoint-(\d+)", p.stem))}
-    return [found[epoch] for epoch in sorted(found, reverse=True)]
+    found = [path for path in folder.glob("checkpoint-*.pth") if re.fullmatch(r"checkpoint-\d+", path.stem)]
+    return sorted(found, key=number_of, reverse=True)
 
 
-def newest_checkpoint(folder: Path) -> dict | None:
-    """The newest checkpoint of `folder` that can be read; damaged ones are reported and passed over."""
+def number_of(path: Path) -> int:
+    """The epoch in the name of a numbered checkpoint."""
+    return int(path.stem.removeprefix("checkpoint-"))
+
+
+def newest_checkpoint(folder: Path) -> tuple[dict, Path] | None:
+    """The checkpoint of `folder` that got furthest and can be read; damaged ones are reported and passed over."""
+    last = read_or_report(folder / LAST) if (folder / LAST).exists() else None
     for path in numbered_checkpoints(folder):
-        try:
-            checkpoint = load_checkpoint(path)
-        except UserError as error:
-            logger.warning("%s; trying the one before it", error)
-            continue
-        logger.info("resuming from %s", path)
-        return checkpoint
-    return None
+        if last is not None and last.get("epoch", -1) >= number_of(path):
+            break
+        checkpoint = read_or_report(path)
+        if checkpoint is not None:
+            return checkpoint, path
+    return None if last is None else (last, folder / LAST)
+
+
+def read_or_report(path: Path) -> dict | None:
+    try:
+        return load_checkpoint(path)
+    except UserError as error:
+        logger.warning("%s; trying the one before it", error)
+        return None

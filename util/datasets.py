@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, Sampler, default_collate
 from torchvision.transforms import InterpolationMode, v2
 
 from util.crop import RandomResizedCrop
-from util.misc import UserError, derive_seed, generator, logger
+from util.interrupt import outlive_signals
+from util.misc import UserError, derive_seed, gather_objects, generator, get_rank, get_world_size, logger
 from util.sources import build_source, describe
 
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # how PIL names an image of so many channels
@@ -112,7 +113,7 @@ class EpochBatches(Sampler):
 
     A global batch is a run of the shuffled order, and each rank takes its own slice of it, so that the same images form
     a batch whatever the number of ranks. What does not fill a global batch is dropped, as upstream does. `subset` holds
-    the indices to draw from, if not all.
+    the indices to draw from, if not all. Iterating starts at `first_batch`; the length is that of the whole epoch.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class EpochBatches(Sampler):
         self.num_samples = num_samples if subset is None else len(subset)
         self.batch_size, self.seed, self.subset = batch_size, seed, subset
         self.rank, self.world_size = rank, world_size
-        self.epoch = 0
+        self.epoch = self.first_batch = 0
 
     def __len__(self) -> int:
         return self.num_samples // (self.batch_size * self.world_size)
@@ -136,7 +137,7 @@ class EpochBatches(Sampler):
         order = torch.randperm(self.num_samples, generator=generator("order", self.seed, self.epoch)).tolist()
         if self.subset is not None:
             order = [self.subset[i] for i in order]
-        for batch in range(len(self)):
+        for batch in range(self.first_batch, len(self)):
             start = (batch * self.world_size + self.rank) * self.batch_size
             yield [(self.epoch, index) for index in order[start : start + self.batch_size]]
 
@@ -174,11 +175,13 @@ class ImageLoader:
             pin_memory=pin_mem,
             collate_fn=collate,
             persistent_workers=num_workers > 0,
+            worker_init_fn=outlive_signals,
             generator=torch.Generator(),  # its own, so that iterating draws nothing from the global one
         )
 
-    def set_epoch(self, epoch: int) -> None:
-        self.batches.epoch = epoch
+    def set_epoch(self, epoch: int, first_batch: int = 0) -> None:
+        """Choose what the next iteration goes through; batches before the first are not even loaded."""
+        self.batches.epoch, self.batches.first_batch = epoch, first_batch
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -187,6 +190,10 @@ class ImageLoader:
         for imgs, labels, bad in self.loader:
             self.bad_images.add([name for names in bad for name in names])
             yield imgs, labels
+
+    def share_bad_images(self) -> None:
+        """Once more for all processes together: the first one speaks, and the limit is for the whole."""
+        self.bad_images.add([name for names in gather_objects(sorted(self.bad_images.names)) for name in names])
 
 
 def collate(samples: list[tuple[torch.Tensor, int, list[str]]]) -> tuple[torch.Tensor, torch.Tensor, list[list[str]]]:
@@ -203,7 +210,7 @@ def build_pretrain_loader(args: Namespace) -> ImageLoader:
     dataset = build_dataset(args, "pretrain", build_pretrain_transform(args))
     return ImageLoader(
         dataset,
-        EpochBatches(len(dataset), args.batch_size, args.seed),
+        EpochBatches(len(dataset), args.batch_size, args.seed, get_rank(), get_world_size()),
         num_workers=args.num_workers,
         pin_mem=args.pin_mem and args.device.startswith("cuda"),
     )

@@ -19,7 +19,7 @@ from util.arguments import (
 )
 from util.datasets import SeededDataset, build_eval_dataset
 from util.features import FeatureCache, FeatureSet, extract_features, file_hash, fingerprint
-from util.misc import ArgumentParser, UserError, amp_dtype, init_distributed_mode, logger, pick_device
+from util.misc import ArgumentParser, UserError, amp_dtype, init_distributed_mode, logger
 from util.sources import image_names
 
 
@@ -114,7 +114,7 @@ class Subject:
 def open_subject(args: Namespace) -> Subject:
     """Read the flags, the checkpoint and the file lists; fails here, before any work, if something is amiss."""
     check_shared_args(args)
-    device = init_distributed_mode(pick_device(args.device))
+    device = init_distributed_mode(args)
     checkpoint = find_checkpoint(args.finetune) if args.finetune else None
     encoder = load_encoder(
         checkpoint,

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch.utils.data import DataLoader
 
 from util.datasets import BadImages, SeededDataset, collate
+from util.interrupt import outlive_signals
 from util.misc import UserError, autocast, gather_objects, gather_rows, is_main_process, logger, share_of_rank
 from util.progress import tracked
 from util.shapes import ShapesDataset
@@ -63,6 +64,7 @@ def extract_features(
         collate_fn=collate,
         num_workers=num_workers,
         pin_memory=pin_mem,
+        worker_init_fn=outlive_signals,
         generator=torch.Generator(),
     )
     bad_images = BadImages(dataset, fate="left out")

@@ -1,29 +1,47 @@
-"""What every program shares: user errors, logging, seeds, devices, processes, mixed precision, the optimizer step."""
+"""What every program shares: errors, logging, seeds, devices, processes, mixed precision, the optimizer step."""
 
 import argparse
 import hashlib
 import logging
+import multiprocessing
 import os
+import signal
 import sys
+import time
+import traceback
 from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from tqdm import tqdm
 
 logger = logging.getLogger("clmae")
 
-EXIT_USER_ERROR = 2
-EXIT_DIVERGED = 3
-
 
 class UserError(ValueError):
     """A mistake in a flag or file. Its message names the flag or file and says what to do."""
 
+    exit_code = 2
+
 
 class TrainingDiverged(RuntimeError):
     """The loss is no longer finite, and going on would only write useless weights."""
+
+    exit_code = 3
+
+
+class Interrupted(RuntimeError):
+    """A signal asked for an end, and everything is saved: `--resume auto` goes on from here."""
+
+    exit_code = 75  # what sysexits.h calls a temporary failure: try again
+
+    def __init__(self, message: str, received: set[signal.Signals]):
+        super().__init__(message)
+        self.received = received
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -34,7 +52,7 @@ class ArgumentParser(argparse.ArgumentParser):
         super().__init__(*args, allow_abbrev=False, **kwargs)
 
     def error(self, message: str):
-        self.exit(EXIT_USER_ERROR, f"{self.prog}: {message} (see --help)\n")
+        self.exit(UserError.exit_code, f"{self.prog}: {message} (see --help)\n")
 
 
 def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser) -> None:
@@ -44,14 +62,50 @@ def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentPar
     try:
         main(args)
     except (UserError, TrainingDiverged) as error:
+        if get_rank() > 0:
+            # A mistake in a flag is every process's mistake. The launcher ends the others once the first has told it.
+            time.sleep(2)
         logger.error("%s", error)
-        sys.exit(EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_DIVERGED)
+        leave(error.exit_code)
+    except Interrupted as error:
+        logger.warning("%s", error)
+        leave(error.exit_code, together=True)
     except KeyboardInterrupt:
         logger.error("interrupted")
-        sys.exit(130)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        leave(130)
+    except Exception as error:
+        if get_world_size() == 1:
+            raise
+        report_failure(error)
+        leave(1)
+    leave(0, together=True)
+
+
+def report_failure(error: Exception) -> None:
+    """Tell which of several processes failed, and why; and how the others learnt of it."""
+    if isinstance(error, dist.DistError) or "gloo" in str(error):
+        reason = str(error).splitlines()[0]
+        logger.error("process %d: another process is gone or does not answer (%s)", get_rank(), reason)
+        return
+    logger.error("process %d failed:\n%s", get_rank(), traceback.format_exc())
+    get_error_handler().record_exception(error)  # for torchrun's summary
+
+
+def leave(code: int, together: bool = False) -> None:
+    """End the program. Unless all processes do so `together`, the others may be waiting for this one, and this one's
+    own clean-up for them: then nothing is cleaned up, so that the launcher hears of it at once."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report the loaders that end here
+    for child in multiprocessing.active_children():
+        child.kill()  # loaders ignore SIGTERM, with which multiprocessing would try
+    if dist.is_initialized():
+        if not together:
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+        dist.destroy_process_group()
+    if code:
+        sys.exit(code)
 
 
 class LineHandler(logging.StreamHandler):
@@ -98,24 +152,51 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def refuse_many_processes() -> None:
-    """One process per run so far; several would silently write over each other."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise UserError("WORLD_SIZE is above 1, but this program runs as one process; start it with plain python")
+def init_distributed_mode(args: argparse.Namespace) -> torch.device:
+    """Join the processes that torchrun, submitit or srun started; returns this one's device.
 
-
-def init_distributed_mode(device: torch.device) -> torch.device:
-    """Join the processes that torchrun started; returns this one's device. Plain python is a world of one."""
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+    Plain python is a world of one. `args.world_size` then tells how many there are.
+    """
+    device = pick_device(args.device)
+    use_slurm_step()
+    args.world_size = int(os.environ.get("WORLD_SIZE", 1))
+    if args.world_size == 1:
         return device
     backend = "gloo"
     if device.type == "cuda":
-        device, backend = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), "cpu:gloo,cuda:nccl"
+        backend = "cpu:gloo,cuda:nccl"
+        device = torch.device("cuda", own_gpu(int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()))
         torch.cuda.set_device(device)
-    dist.init_process_group(backend)
+    dist.init_process_group(
+        backend, init_method=args.dist_url, rank=int(os.environ["RANK"]), world_size=args.world_size
+    )
     if not is_main_process():
         logger.setLevel(logging.ERROR)  # the first process speaks for all
     return device
+
+
+def use_slurm_step() -> None:
+    """Make `srun python main_*.py` one run of all its tasks, and not as many runs that overwrite each other."""
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if tasks == "1" or "RANK" in os.environ:
+        return
+    if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
+        raise UserError(
+            f"srun starts {tasks} processes, but MASTER_ADDR and MASTER_PORT do not say where they meet; "
+            "docs/cluster.md has an sbatch file that does"
+        )
+    os.environ["WORLD_SIZE"] = tasks
+    for ours, theirs in (("RANK", "SLURM_PROCID"), ("LOCAL_RANK", "SLURM_LOCALID")):
+        os.environ[ours] = os.environ[theirs]
+
+
+def own_gpu(local_rank: int, gpus: int) -> int:
+    """The number of a process's GPU. Some schedulers let each process see all GPUs of a node, some only its own."""
+    if gpus == 1:
+        return 0
+    if local_rank >= gpus:
+        raise UserError(f"process {local_rank} of this node has no GPU: there are {gpus}; start {gpus} processes")
+    return local_rank
 
 
 def get_world_size() -> int:
@@ -136,8 +217,20 @@ def share_of_rank(length: int) -> slice:
     return slice(rank * length // world_size, (rank + 1) * length // world_size)
 
 
+def all_reduce_sum(values: torch.Tensor) -> torch.Tensor:
+    if get_world_size() > 1:
+        dist.all_reduce(values)
+    return values
+
+
+def all_reduce_max(values: torch.Tensor) -> torch.Tensor:
+    if get_world_size() > 1:
+        dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return values
+
+
 def gather_rows(rows: torch.Tensor, equal: bool = False) -> torch.Tensor:
-    """The rows of all processes, in the order of ranks, on every process.
+    """The rows of all processes, in the order of ranks, on every process. Gradients flow to this process's own rows.
 
     They may have different numbers of rows; saying that they are `equal` spares a host-device sync.
     """
@@ -146,7 +239,8 @@ def gather_rows(rows: torch.Tensor, equal: bool = False) -> torch.Tensor:
     counts = [len(rows)] * get_world_size() if equal else gather_objects(len(rows))
     padded = torch.cat([rows, rows.new_zeros(max(counts) - len(rows), *rows.shape[1:])])
     parts = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(parts, padded)
+    dist.all_gather(parts, padded.detach())
+    parts[get_rank()] = padded
     return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
 
@@ -157,6 +251,46 @@ def gather_objects(value: object) -> list:
         values = [None] * get_world_size()
         dist.all_gather_object(values, value)
     return values
+
+
+def with_ddp(network: nn.Module) -> nn.Module:
+    """The network, its gradients averaged over processes in the backward pass; itself in a world of one.
+
+    All parameters take part in every backward pass of the network, so torch need not search for unused ones.
+    """
+    if get_world_size() == 1:
+        return network
+    device = next(network.parameters()).device
+    wrapped = DistributedDataParallel(
+        network,
+        device_ids=[device] if device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+    )
+    if device.type == "cpu":
+        wrapped.register_comm_hook(None, mean_in_rank_order)
+    return wrapped
+
+
+def without_ddp(network: nn.Module) -> nn.Module:
+    return network.module if isinstance(network, DistributedDataParallel) else network
+
+
+def mean_in_rank_order(_, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average gradients in an order that depends on nothing but the ranks.
+
+    An all-reduce adds in an order that depends on where a value lies in its bucket, and DDP lays out its buckets anew
+    after the first step of a process: with three ranks and more, a resumed run would differ in the last bits.
+    """
+    parts = [torch.empty_like(bucket.buffer()) for _ in range(get_world_size())]
+    work = dist.all_gather(parts, bucket.buffer(), async_op=True)
+
+    def mean(_) -> torch.Tensor:
+        total = parts[0]
+        for part in parts[1:]:
+            total += part
+        return total.div_(len(parts))
+
+    return work.get_future().then(mean)
 
 
 def amp_dtype(amp: str, device: torch.device) -> torch.dtype | None:

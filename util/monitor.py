@@ -12,7 +12,7 @@ from models_mae import MaskedAutoencoderViT
 from util import neighbours
 from util.datasets import SeededDataset, build_eval_dataset, collate
 from util.features import extract_features
-from util.misc import UserError, amp_dtype, logger
+from util.misc import UserError, amp_dtype, is_main_process, logger
 from util.visualize import mask_picture
 
 PICTURED_IMAGES, INSPECTED_IMAGES = 8, 64  # columns of the picture; images behind mask/error_vs_random
@@ -20,11 +20,14 @@ KNN_TRAIN_IMAGES, KNN_VAL_IMAGES = 10_000, 2_000  # at most, because --knn_every
 
 
 class Monitor:
-    """Checks the networks after an epoch, on images chosen once for the whole run."""
+    """Checks the networks after an epoch, on images chosen once for the whole run.
+
+    The first process looks at the masks; all share the work of the nearest-neighbour check.
+    """
 
     def __init__(self, args: Namespace, device: torch.device):
         self.args, self.device = args, device
-        self.watched = watched_images(args).to(device) if args.vis_every else None
+        self.watched = watched_images(args).to(device) if args.vis_every and is_main_process() else None
         self.knn_data = knn_data(args) if args.knn_every else []
 
     def after_epoch(
@@ -36,7 +39,7 @@ class Monitor:
     ) -> dict[str, float]:
         """The figures of what is due after `epoch`; the picture goes to TensorBoard."""
         figures = {}
-        if self.due(epoch, self.args.vis_every):
+        if self.due(epoch, self.args.vis_every) and is_main_process():
             figures |= self.look_at_masks(epoch, model, cmm, log_writer)
         if self.due(epoch, self.args.knn_every):
             figures |= self.nearest_neighbours(model)

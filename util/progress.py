@@ -12,7 +12,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from util.metrics import mask_health
-from util.misc import TrainingDiverged, logger
+from util.misc import TrainingDiverged, gather_rows, is_main_process, logger
 
 Item = TypeVar("Item")
 LOG_INTERVAL = 20  # iterations between reports; in between nothing waits for the device
@@ -62,6 +62,12 @@ class Averages:
     def means(self) -> dict[str, float]:
         return {name: total / count for name, (total, count) in self._sums.items()}
 
+    def state_dict(self) -> dict[str, tuple[float, int]]:
+        return dict(self._sums)
+
+    def load_state_dict(self, state: dict[str, tuple[float, int]]) -> None:
+        self._sums = dict(state)
+
 
 class LossGuard:
     """Watches the losses of a run: stops it at the first that is not finite or, under fp16, counts the skipped steps.
@@ -96,12 +102,12 @@ class LossGuard:
 class Progress:
     """A tqdm bar on a terminal; where output goes to a file, a plain line for each report. Both tell the time left."""
 
-    def __init__(self, header: str, total: int, images_per_iteration: int):
+    def __init__(self, header: str, total: int, images_per_iteration: int, done: int = 0):
         self.header, self.total, self.images = header, total, images_per_iteration
-        self.done = self._reported = 0
+        self.done = self._done_before = self._reported = done
         self._start = self._last = time.monotonic()
-        on_terminal = sys.stdout.isatty() and sys.stderr.isatty()
-        self.bar = tqdm(total=total, desc=header, unit="it", leave=False, disable=not on_terminal)
+        hidden = not (sys.stdout.isatty() and sys.stderr.isatty() and is_main_process())
+        self.bar = tqdm(total=total, initial=done, desc=header, unit="it", leave=False, disable=hidden)
 
     def advance(self) -> None:
         self.done += 1
@@ -119,7 +125,8 @@ class Progress:
         if not self.bar.disable:
             self.bar.set_postfix(shown)
             return
-        left = (time.monotonic() - self._start) / self.done * (self.total - self.done)
+        seconds_each = (time.monotonic() - self._start) / (self.done - self._done_before)
+        left = seconds_each * (self.total - self.done)
         eta = datetime.timedelta(seconds=int(left))
         text = "  ".join(f"{name}: {value}" for name, value in shown.items())
         logger.info("%s [%d/%d]  eta: %s  %s", self.header, self.done, self.total, eta, text)
@@ -145,16 +152,26 @@ def tracked(items: Iterable[Item], header: str | None, total: int, size: int, ra
 
 
 class EpochLog:
-    """Collects the values of an epoch's iterations and reports them every LOG_INTERVAL, with one sync each time."""
+    """Collects the values of an epoch's iterations and reports them every LOG_INTERVAL, with one sync each time.
+
+    Losses come in as those of the global batch, so every process has the same log. `done` iterations of the epoch were
+    logged before, by a run that was interrupted.
+    """
 
     def __init__(
-        self, epoch: int, iterations: int, loss_guard: LossGuard, log_writer: SummaryWriter | None, batch_size: int
+        self,
+        epoch: int,
+        done: int,
+        iterations: int,
+        loss_guard: LossGuard,
+        log_writer: SummaryWriter | None,
+        global_batch: int,
     ):
         self.epoch, self.iterations = epoch, iterations
         self.loss_guard, self.log_writer = loss_guard, log_writer
-        self.buffer, self.averages = MetricBuffer(), Averages()
+        self.buffer, self.interval, self.averages = MetricBuffer(), Averages(), Averages()
         self.settings: dict[int, dict[str, float]] = {}
-        self.progress = Progress(f"epoch {epoch}", iterations, batch_size)
+        self.progress = Progress(f"epoch {epoch}", iterations, global_batch, done)
 
     def add(
         self,
@@ -167,8 +184,9 @@ class EpochLog:
         self.progress.advance()
         due = (iteration + 1) % LOG_INTERVAL == 0 or iteration + 1 == self.iterations
         values = dict(losses)
-        if due:  # the masks' health is sampled from one batch of each interval
-            health = mask_health(mask, None if keep_prob is None else keep_prob.detach())
+        if due:  # the masks' health is sampled from one global batch of each interval
+            masks = gather_rows(mask, equal=True)
+            health = mask_health(masks, None if keep_prob is None else gather_rows(keep_prob.detach(), equal=True))
             values |= {f"mask/{name}": value for name, value in health.items()}
             values["mask/removed_error"] = losses["loss"]
         self.buffer.add(iteration, values)
@@ -176,17 +194,20 @@ class EpochLog:
         if due:
             self.report()
 
-    def report(self) -> None:
-        interval = Averages()
+    def collect(self) -> None:
+        """Bring the values of all iterations so far from the device, check and add them up."""
         for iteration, values in self.buffer.fetch():
             step = self.epoch * self.iterations + iteration
             losses = {name: value for name, value in values.items() if not name.startswith("mask/")}
             if self.loss_guard.check(step, losses):
                 values |= self.settings[iteration]
-                interval.update(values)
+                self.interval.update(values)
                 self.averages.update(values)
         self.settings.clear()
-        means = interval.means()
+
+    def report(self) -> None:
+        self.collect()
+        means, self.interval = self.interval.means(), Averages()
         if self.loss_guard.skipped:
             means["skipped_steps"] = self.loss_guard.skipped
         rate = self.progress.images_per_second()
@@ -196,6 +217,16 @@ class EpochLog:
             for name, value in {**means, "images_per_second": rate}.items():
                 self.log_writer.add_scalar({"loss": "train_loss"}.get(name, name), value, at)
         self.progress.report({**brief(means), "images/s": rate})
+
+    def state_dict(self) -> dict:
+        """All that the rest of the epoch needs to end with the same log."""
+        self.collect()
+        parts = {"interval": self.interval.state_dict(), "averages": self.averages.state_dict()}
+        return {"iterations": self.iterations, **parts}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.interval.load_state_dict(state["interval"])
+        self.averages.load_state_dict(state["averages"])
 
     def close(self) -> dict[str, float]:
         self.progress.close()

@@ -1,0 +1,129 @@
+"""How a run begins: afresh, from given weights, or where another one stopped, and then with the same settings."""
+
+import hashlib
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+
+from util import checkpoint as ckpt
+from util.misc import UserError, gather_objects, logger
+from util.sources import image_names
+from util.state import TrainingState
+
+# Flags that may change from one part of a run to the next, because they change no result. All others must agree.
+# Some are compared by what they lead to (see `identity`): where the images lie may change, the images may not.
+FREE = {
+    *("output_dir", "log_dir", "save_every", "save_minutes", "keep", "vis_every", "knn_every"),
+    *("resume", "init", "start_epoch", "allow_changes"),
+    *("data_path", "download", "class_list", "max_bad_images", "num_workers", "pin_mem"),
+    *("device", "compile", "batch_size", "global_batch_size", "cmm_lr"),
+    *("world_size", "local_rank", "dist_on_itp", "dist_url"),
+}
+
+
+@dataclass
+class Start:
+    """The first epoch to train, how many of its updates are done already, and what it has logged so far."""
+
+    epoch: int
+    steps_done: int = 0
+    log_state: dict | None = None
+
+
+def begin(state: TrainingState, steps_per_epoch: int, args: Namespace) -> Start:
+    """Load what `--resume` or `--init` name, if anything. All processes must come to the same."""
+    found = find_checkpoint(args)
+    if found is None:
+        if args.init:
+            load_init(state, ckpt.load_checkpoint(args.init), args.init)
+        start = Start(args.start_epoch)
+    elif "optimizer" not in found[0]:  # upstream's released models, for one
+        load_init(state, *found)
+        start = Start(args.start_epoch)
+    else:
+        start = go_on(state, *found, steps_per_epoch, args)
+    if len(set(gather_objects((start.epoch, start.steps_done)))) > 1:
+        raise UserError("processes found different checkpoints; put --output_dir on a disk that all of them share")
+    return start
+
+
+def find_checkpoint(args: Namespace) -> tuple[dict, str] | None:
+    """The checkpoint that `--resume` names, and its file."""
+    folder = Path(args.output_dir) if args.output_dir else None
+    if args.resume == "auto":
+        newest = ckpt.newest_checkpoint(folder) if folder else None
+        if newest is None:
+            logger.info("--resume auto: no checkpoint in %s, starting from the beginning", folder)
+            return None
+        return newest[0], str(newest[1])
+    if args.resume:
+        return ckpt.load_checkpoint(args.resume), args.resume
+    if folder and (ckpt.numbered_checkpoints(folder) or (folder / ckpt.LAST).exists()):
+        raise UserError(
+            f"--output_dir {folder} holds another run's checkpoints; add --resume auto to continue it, "
+            "or choose another folder"
+        )
+    return None
+
+
+def go_on(state: TrainingState, checkpoint: dict, source: str, steps_per_epoch: int, args: Namespace) -> Start:
+    if changed := differences(checkpoint.get("args", {}), vars(args)):
+        listing = "; ".join(changed)
+        if not args.allow_changes:
+            raise UserError(
+                f"{source} was trained with other settings: {listing}. Give the same, or --allow_changes to go on"
+            )
+        logger.warning("going on from %s with other settings: %s", source, listing)
+    state.load(checkpoint, source)
+    start = Start(checkpoint["epoch"] + 1)
+    if log := checkpoint.get("log"):
+        if log["iterations"] == steps_per_epoch * args.accum_iter:
+            start.steps_done, start.log_state = checkpoint["step"] - start.epoch * steps_per_epoch, log
+        else:
+            logger.warning("epochs have another length now: epoch %d starts over", start.epoch)
+    logger.info("resuming from %s: epoch %d, after %d of its updates", source, start.epoch, start.steps_done)
+    return start
+
+
+def differences(theirs: dict, ours: dict) -> list[str]:
+    """The settings in which two runs differ, as "--flag theirs, now ours". What only one of them knows is no
+    difference: it may be older than the flag."""
+    theirs, ours = identity(theirs), identity(ours)
+    both = [name for name in ours if name in theirs and name not in FREE]
+    return [f"{shown(name)} {theirs[name]}, now {ours[name]}" for name in both if theirs[name] != ours[name]]
+
+
+def identity(args: dict) -> dict:
+    """Settings in a form that can be compared: what a run is, not how it is shared out or where its data lies."""
+    settings = dict(args)
+    if isinstance(settings.get("input_size"), int):  # as upstream has it
+        settings["input_size"] = [settings["input_size"]] * 2
+    if "batch_size" in settings:
+        settings["images per iteration"] = settings["batch_size"] * settings.get("world_size", 1)
+    if "data_identity" in settings:
+        settings["list of images"] = settings.pop("data_identity")
+    return settings
+
+
+def shown(name: str) -> str:
+    return name if " " in name else f"--{name}"
+
+
+def data_identity(source, args: Namespace) -> str:
+    """A hash of the images' names, in order: the same wherever the folder lies, and cheap for millions of them."""
+    names = "\n".join(image_names(source, args, "pretrain"))
+    return f"{len(source)} images, {hashlib.sha256(names.encode(errors='surrogateescape')).hexdigest()[:16]}"
+
+
+def load_init(state: TrainingState, checkpoint: dict, source: str) -> None:
+    """Weights alone, for a new run. An encoder without decoder, as upstream publishes them, gets a fresh decoder."""
+    weights = dict(checkpoint.get("model", checkpoint))
+    own = state.model.state_dict()
+    decoder = {name: value for name, value in own.items() if name.startswith("decoder") or name == "mask_token"}
+    if not any(name in weights for name in decoder):
+        weights |= decoder
+        logger.info("%s has no decoder: that is drawn anew", source)
+    ckpt.load_weights(state.model, weights, source)
+    if state.cmm is not None and "cmm" in checkpoint:
+        ckpt.load_weights(state.cmm, checkpoint["cmm"], source)
+    logger.info("weights from %s; training starts at its beginning", source)

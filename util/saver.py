@@ -1,0 +1,100 @@
+"""When a run is saved, and what it leaves: checkpoint-last.pth to go on from, checkpoint-N.pth to keep."""
+
+import time
+from argparse import Namespace
+from pathlib import Path
+
+from torch.utils.tensorboard import SummaryWriter
+
+from util import checkpoint as ckpt
+from util.interrupt import StopRequest
+from util.misc import Interrupted, TrainingDiverged, UserError, gather_objects, is_main_process, logger
+from util.progress import EpochLog
+from util.state import TrainingState
+
+
+class Saver:
+    """Saves by the clock, after epochs, and when a signal asks for an end. Only the first process writes.
+
+    A checkpoint's `epoch` is the last complete one and `step` counts the updates of the whole run, so a larger `step`
+    tells of an epoch begun. `log` is what that epoch has logged so far, or None between epochs.
+    """
+
+    def __init__(self, state: TrainingState, stop: StopRequest, log_writer: SummaryWriter | None, args: Namespace):
+        self.state, self.stop, self.log_writer, self.args = state, stop, log_writer, args
+        self.folder = Path(args.output_dir) if args.output_dir else None
+        self._saved_at = time.monotonic()
+
+    def after_update(self, step: int, log: EpochLog) -> None:
+        """Save if it is time; if a signal came, save and end the run."""
+        stopping = self.stop.agreed()
+        if stopping or self.due():
+            self.write(ckpt.LAST, log.epoch - 1, step, log, insist=stopping)
+        if stopping:
+            self.end(step)
+
+    def after_epoch(self, epoch: int, step: int) -> None:
+        """Save, under the epoch's number too where that is due; the last epoch's always is."""
+        finished = epoch + 1 == self.args.epochs
+        numbered = f"checkpoint-{epoch}.pth"
+        if finished or (epoch + 1) % self.args.save_every == 0:
+            # The numbered file comes first: a run killed between the two finds it, and lacks nothing.
+            if self.write(numbered, epoch, step, insist=finished):
+                self.link_last(numbered)
+                self.drop_old()
+        else:
+            self.write(ckpt.LAST, epoch, step)
+        if not finished and self.stop.agreed():
+            self.end(step)
+
+    def due(self) -> bool:
+        """By the first process's clock: the others write nothing, and wait for it at their next exchange."""
+        minutes = self.args.save_minutes
+        return is_main_process() and minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
+
+    def write(self, name: str, epoch: int, step: int, log: EpochLog | None = None, insist: bool = False) -> bool:
+        """Whether the checkpoint was written. A disk that is full today may have room in a quarter of an hour, so only
+        the checkpoints without a successor `insist`."""
+        if self.folder is None or not is_main_process():
+            return False
+        self.check_finite(epoch, step)
+        if self.log_writer is not None:
+            self.log_writer.flush()  # what is shown up to here is not shown again after resuming
+        log_state = None if log is None else log.state_dict()
+        extra = {"epoch": epoch, "step": step, "log": log_state, "args": vars(self.args)}
+        self._saved_at = time.monotonic()
+        try:
+            ckpt.save_checkpoint(self.folder / name, {**self.state.state_dict(), **extra})
+        except UserError as error:
+            if insist:
+                raise
+            logger.error("%s; training goes on, and the next checkpoint is tried in time", error)
+            return False
+        return True
+
+    def link_last(self, numbered: str) -> None:
+        try:
+            ckpt.link_checkpoint(self.folder / numbered, self.folder / ckpt.LAST)
+        except OSError as error:
+            logger.error("cannot write %s: %s", self.folder / ckpt.LAST, error.strerror)
+
+    def drop_old(self) -> None:
+        if self.args.keep:
+            for path in ckpt.numbered_checkpoints(self.folder)[self.args.keep :]:
+                path.unlink(missing_ok=True)
+
+    def check_finite(self, epoch: int, step: int) -> None:
+        """The damage that the last update did to the weights shows in no loss yet."""
+        for network in (self.state.model, self.state.cmm):
+            if network is not None and not all(p.isfinite().all() for p in network.parameters()):
+                raise TrainingDiverged(
+                    f"weights are not finite after epoch {epoch}, step {step}; checkpoints written before are "
+                    "untouched. Try a lower --blr, --clip_grad 1, or --amp off"
+                )
+
+    def end(self, step: int) -> None:
+        gather_objects(None)  # nobody leaves before the first process has written
+        saved = f"saved as {self.folder / ckpt.LAST}" if self.folder else "nothing is saved without --output_dir"
+        raise Interrupted(
+            f"stopped by {self.stop.names()} after step {step}: {saved}; --resume auto goes on", self.stop.received
+        )
