@@ -10,6 +10,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from slurm import slurm_fixture  # noqa: F401
 from torch import nn
 
 from models_mae import MaskedAutoencoderViT

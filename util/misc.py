@@ -75,6 +75,7 @@ def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentPar
         leave(130)
     except Exception as error:
         if get_world_size() == 1:
+            end_children()
             raise
         report_failure(error)
         leave(1)
@@ -94,9 +95,7 @@ def report_failure(error: Exception) -> None:
 def leave(code: int, together: bool = False) -> None:
     """End the program. Unless all processes do so `together`, the others may be waiting for this one, and this one's
     own clean-up for them: then nothing is cleaned up, so that the launcher hears of it at once."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report the loaders that end here
-    for child in multiprocessing.active_children():
-        child.kill()  # loaders ignore SIGTERM, with which multiprocessing would try
+    end_children()
     if dist.is_initialized():
         if not together:
             logging.shutdown()
@@ -106,6 +105,15 @@ def leave(code: int, together: bool = False) -> None:
         dist.destroy_process_group()
     if code:
         sys.exit(code)
+
+
+def end_children() -> None:
+    """End loaders that an error left behind. They ignore SIGTERM, with which multiprocessing would try at the end."""
+    children = multiprocessing.active_children()
+    if children:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report each one as a failure
+    for child in children:
+        child.kill()
 
 
 class LineHandler(logging.StreamHandler):

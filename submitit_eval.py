@@ -1,0 +1,20 @@
+"""Judge an encoder as a SLURM job: nearest neighbours, linear probing or few-shot probing.
+
+All flags of main_knn.py, main_linprobe.py or main_fewshot.py, and those of the job:
+    python submitit_eval.py --task linprobe --nodes 1 --ngpus 8 --partition NAME \
+        --finetune runs/clmae --data_path /data/imagenet --output_dir eval/clmae
+"""
+
+import importlib
+
+from util.launcher import launch
+from util.misc import ArgumentParser
+
+TASKS = ("knn", "linprobe", "fewshot")
+
+if __name__ == "__main__":
+    which = ArgumentParser("submitit_eval.py", description=__doc__.split("\n")[0], add_help=False)
+    which.add_argument("--task", required=True, choices=TASKS, help="what to evaluate; --task knn --help tells more")
+    chosen, argv = which.parse_known_args()
+    program = f"main_{chosen.task}"
+    launch(program, importlib.import_module(program).get_args_parser(), argv)

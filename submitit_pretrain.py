@@ -1,0 +1,15 @@
+"""Pretrain CL-MAE, or vanilla MAE, as a SLURM job that survives time-outs and preemption.
+
+All flags of main_pretrain.py, and those of the job:
+    python submitit_pretrain.py --nodes 8 --ngpus 8 --partition NAME \
+        --model mae_vit_base --norm_pix_loss --batch_size 64 --data_path /data/imagenet
+
+Three seeds of both methods, as one job array:
+    python submitit_pretrain.py --nodes 1 --ngpus 8 --array seed=0,1,2 masking=curriculum,random ...
+"""
+
+from main_pretrain import get_args_parser
+from util.launcher import launch
+
+if __name__ == "__main__":
+    launch("main_pretrain", get_args_parser())

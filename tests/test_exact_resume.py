@@ -1,0 +1,107 @@
+"""Runs killed with SIGKILL at random moments end as if nothing had happened: same weights, optimizers and log."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from test_distributed import ENVIRONMENT, ROOT, processes_with, start, torchrun
+
+KILLS = 6  # for each of the two runs of a test's kind
+FLAGS = (
+    *("--model", "mae_vit_micro_patch4", "--input_size", "16", "--norm_pix_loss", "--data_set", "shapes"),
+    *("--shapes_images", "480", "--epochs", "4", "--warmup_epochs", "1", "--cmm_depth", "1", "--device", "cpu"),
+    *("--global_batch_size", "16", "--save_every", "2", "--save_minutes", "0.002"),
+)
+
+
+def command(processes: int, folder: Path, *flags) -> list[str]:
+    program = (ROOT / "main_pretrain.py", *FLAGS, "--output_dir", folder, *flags)
+    return torchrun(processes, *program) if processes > 1 else [sys.executable, *map(str, program)]
+
+
+def last_save(folder: Path) -> int:
+    file = folder / "checkpoint-last.pth"
+    return file.stat().st_mtime_ns if file.exists() else 0
+
+
+def kill(process: subprocess.Popen, folder: Path, moments: random.Random) -> None:
+    """All processes of the run at once or, as often, just one: a process of several, or a loader."""
+    everyone = processes_with(str(folder))
+    victims = [moments.choice(everyone)] if moments.random() < 0.5 else everyone
+    for pid in victims:
+        with suppress(ProcessLookupError):  # a loader may have gone with its parent
+            os.kill(pid, signal.SIGKILL)
+    process.wait(timeout=60)
+    for _ in range(600):  # loaders notice within seconds that they are alone
+        if not processes_with(str(folder)):
+            return
+        time.sleep(0.1)
+    raise AssertionError("processes are left over")
+
+
+def assert_identical(a: object, b: object) -> None:
+    assert type(a) is type(b)
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b)
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for name in a:
+            assert_identical(a[name], b[name])
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b)
+        for ours, theirs in zip(a, b, strict=True):
+            assert_identical(ours, theirs)
+    else:
+        assert a == b
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """Runs of one and of two processes, each made when it is first asked for."""
+    made = {}
+
+    def run(processes: int) -> Path:
+        if processes not in made:
+            folder = made[processes] = tmp_path_factory.mktemp("whole") / "run"
+            subprocess.run(command(processes, folder, "--num_workers", "1"), check=True, timeout=300, env=ENVIRONMENT)
+        return made[processes]
+
+    return run
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_killed_runs_end_as_if_nothing_had_happened(uninterrupted, tmp_path, processes, seed):
+    folder, moments, resumed_within_an_epoch = tmp_path / "run", random.Random(f"{processes} {seed}"), 0
+    for _ in range(KILLS):
+        flags = ("--resume", "auto", "--num_workers", moments.randrange(3))
+        saved_before = last_save(folder)
+        process, said = start(command(processes, folder, *flags), tmp_path)
+        at_work = moments.random() < 0.7  # or else still about to begin
+        while last_save(folder) == saved_before if at_work else "checkpoint" not in said.read_text():
+            assert process.poll() is None, said.read_text()
+            time.sleep(0.01)
+        time.sleep(moments.uniform(0, 1))
+        kill(process, folder, moments)
+        text = said.read_text()
+        resumed_within_an_epoch += "resuming from" in text and ", after 0 of its updates" not in text
+    assert resumed_within_an_epoch
+    flags = ("--resume", "auto", "--num_workers", "1")
+    done = subprocess.run(
+        command(processes, folder, *flags), capture_output=True, text=True, timeout=300, env=ENVIRONMENT, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+    whole = uninterrupted(processes)
+    for name in ("checkpoint-1.pth", "checkpoint-3.pth", "checkpoint-last.pth"):
+        ours, theirs = (torch.load(run / name, weights_only=True) for run in (folder, whole))
+        ours.pop("args"), theirs.pop("args")
+        assert_identical(ours, theirs)
+    assert (folder / "log.txt").read_bytes() == (whole / "log.txt").read_bytes()
