@@ -236,7 +236,7 @@ def main(args: Namespace) -> None:
     state = build_state(args, device)
     start = begin(state, steps_per_epoch, args)
     log_writer = prepare_output(args, start, steps_per_epoch, data_loader.dataset.source.classes)
-    describe_run(state, data_loader, device, args)
+    describe_run(state, data_loader, start, device, args)
 
     model, cmm = (None if network is None else with_ddp(network) for network in (state.model, state.cmm))
     loss_guard = LossGuard(skip=amp_dtype(args.amp, device) == torch.float16)
@@ -280,7 +280,9 @@ def count_steps(data_loader: ImageLoader, args: Namespace) -> int:
     return steps
 
 
-def describe_run(state: TrainingState, data_loader: ImageLoader, device: torch.device, args: Namespace) -> None:
+def describe_run(
+    state: TrainingState, data_loader: ImageLoader, start: Start, device: torch.device, args: Namespace
+) -> None:
     sizes = {"MAE": state.model, "CMM": state.cmm}
     parameters = ", ".join(
         f"{name} {sum(p.numel() for p in net.parameters()) / 1e6:.1f}M"
@@ -296,6 +298,8 @@ def describe_run(state: TrainingState, data_loader: ImageLoader, device: torch.d
         batch += f" on each of {get_world_size()} processes"
     images, iterations = len(data_loader.dataset), len(data_loader)
     logger.info("%d images, batch %s, %d iterations per epoch, %s", images, batch, iterations, rates)
+    if start.epoch >= args.epochs:
+        logger.info("nothing to do: all %d epochs are trained", args.epochs)
 
 
 def report_epoch(

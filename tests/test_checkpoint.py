@@ -5,7 +5,14 @@ import pickle
 import pytest
 import torch
 
-from util.checkpoint import load_checkpoint, load_weights, newest_checkpoint, numbered_checkpoints, save_checkpoint
+from util.checkpoint import (
+    link_checkpoint,
+    load_checkpoint,
+    load_weights,
+    newest_checkpoint,
+    numbered_checkpoints,
+    save_checkpoint,
+)
 from util.misc import UserError
 
 
@@ -79,6 +86,28 @@ def test_newest_readable_checkpoint(tmp_path, caplog):
     (tmp_path / "checkpoint-10.pth").write_bytes(b"PK")
     assert newest_checkpoint(tmp_path)[0]["epoch"] == 9
     assert newest_checkpoint(tmp_path / "nowhere") is None
+
+
+def test_the_checkpoint_that_got_furthest(tmp_path):
+    save_checkpoint(tmp_path / "checkpoint-last.pth", {"epoch": 3, "step": 45})
+    save_checkpoint(tmp_path / "checkpoint-3.pth", {"epoch": 3, "step": 40})
+    assert newest_checkpoint(tmp_path)[1].name == "checkpoint-last.pth", "it is within epoch 4"
+    save_checkpoint(tmp_path / "checkpoint-4.pth", {"epoch": 4, "step": 50})
+    assert newest_checkpoint(tmp_path)[1].name == "checkpoint-4.pth", "a kill between the two saves"
+    (tmp_path / "checkpoint-4.pth").write_bytes(b"")
+    assert newest_checkpoint(tmp_path)[1].name == "checkpoint-last.pth"
+    (tmp_path / "checkpoint-last.pth").write_bytes(b"")
+    assert newest_checkpoint(tmp_path)[1].name == "checkpoint-3.pth"
+
+
+def test_second_name_survives_a_new_file_under_the_first(tmp_path, monkeypatch):
+    for name in ("linked", "copied"):
+        save_checkpoint(tmp_path / name, {"epoch": 1})
+        link_checkpoint(tmp_path / name, tmp_path / "last")
+        save_checkpoint(tmp_path / "last", {"epoch": 2})
+        assert load_checkpoint(tmp_path / name)["epoch"] == 1
+        assert load_checkpoint(tmp_path / "last")["epoch"] == 2
+        monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(OSError(1, "no hard links here")))
 
 
 def test_weights_of_another_architecture_name_the_first_mismatch():

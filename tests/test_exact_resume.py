@@ -16,7 +16,7 @@ from test_distributed import ENVIRONMENT, ROOT, processes_with, start, torchrun
 KILLS = 6  # for each of the two runs of a test's kind
 FLAGS = (
     *("--model", "mae_vit_micro_patch4", "--input_size", "16", "--norm_pix_loss", "--data_set", "shapes"),
-    *("--shapes_images", "480", "--epochs", "4", "--warmup_epochs", "1", "--cmm_depth", "1", "--device", "cpu"),
+    *("--shapes_images", "480", "--epochs", "10", "--warmup_epochs", "1", "--cmm_depth", "1", "--device", "cpu"),
     *("--global_batch_size", "16", "--save_every", "2", "--save_minutes", "0.002"),
 )
 
@@ -100,7 +100,7 @@ def test_killed_runs_end_as_if_nothing_had_happened(uninterrupted, tmp_path, pro
     assert done.returncode == 0, done.stderr
 
     whole = uninterrupted(processes)
-    for name in ("checkpoint-1.pth", "checkpoint-3.pth", "checkpoint-last.pth"):
+    for name in ("checkpoint-1.pth", "checkpoint-9.pth", "checkpoint-last.pth"):
         ours, theirs = (torch.load(run / name, weights_only=True) for run in (folder, whole))
         ours.pop("args"), theirs.pop("args")
         assert_identical(ours, theirs)

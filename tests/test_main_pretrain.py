@@ -1,6 +1,7 @@
 """The program as a user runs it: flags, files, resuming, and what it says to bad input."""
 
 import json
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -12,9 +13,12 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import main_pretrain
+import util.checkpoint
 from main_pretrain import get_args_parser
 from models_mae import mae_vit_micro_patch4
-from util.misc import TrainingDiverged
+from util.misc import Interrupted, TrainingDiverged
+from util.resume import differences
+from util.saver import Saver
 
 ROOT = Path(__file__).parent.parent
 SMALL = (
@@ -145,6 +149,141 @@ def test_resumed_run_equals_an_uninterrupted_one(cli, tmp_path, monkeypatch):
     file = tmp_path / "whole" / "checkpoint-1.pth"
     assert cli(*flags, "--output_dir", tmp_path / "file", "--resume", file)[0] == 0
     assert_same_training(checkpoint(tmp_path / "whole", 2), checkpoint(tmp_path / "file", 2))
+
+
+def test_checkpoints_in_time_and_in_number(cli, tmp_path):
+    flags = (*SMALL, "--epochs", 5, "--save_every", 1, "--keep", 2, "--save_minutes", 1e-6)
+    seen = []
+
+    def spy(path, state, original=util.checkpoint.save_checkpoint):
+        seen.append((path.name, state["epoch"], state["step"]))
+        original(path, state)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(util.checkpoint, "save_checkpoint", spy)
+        assert cli(*flags, "--output_dir", tmp_path)[0] == 0
+    names = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
+    assert names == ["checkpoint-3.pth", "checkpoint-4.pth", "checkpoint-last.pth"]
+    # Three updates per epoch, each saved. A finished epoch counts as such only when its end is saved.
+    assert seen[:4] == [
+        (f"checkpoint-{name}.pth", e, s)
+        for name, e, s in (("last", -1, 1), ("last", -1, 2), ("last", -1, 3), (0, 0, 3))
+    ]
+    assert checkpoint(tmp_path, "last")["step"] == 15
+
+
+def test_resuming_within_an_epoch(cli, tmp_path, monkeypatch):
+    """At every update of a run, in turn."""
+    flags = (*SMALL, "--accum_iter", 2, "--batch_size", 4, "--save_every", 1)
+    assert cli(*flags, "--output_dir", tmp_path / "whole")[0] == 0
+    for stop_at in range(1, 12):
+        folder = tmp_path / str(stop_at)
+
+        def stop(saver, step, log, original=Saver.after_update, stop_at=stop_at):
+            if step == stop_at:
+                saver.stop.received.add(signal.SIGTERM)
+            original(saver, step, log)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Saver, "after_update", stop)
+            code, _, err = cli(*flags, "--output_dir", folder)
+        assert code == Interrupted.exit_code
+        assert f"stopped by SIGTERM after step {stop_at}" in err
+        assert cli(*flags, "--output_dir", folder, "--resume", "auto", "--num_workers", stop_at % 2)[0] == 0
+        assert_same_training(checkpoint(tmp_path / "whole"), checkpoint(folder))
+        assert log_lines(folder) == log_lines(tmp_path / "whole")
+
+
+def test_resuming_with_other_settings_is_refused_with_the_list(cli, tmp_path):
+    assert cli(*SMALL, "--output_dir", tmp_path, "--epochs", 1)[0] == 0
+    changes = ("--lambda_kl", 3, "--shapes_images", 64, "--batch_size", 8, "--resume", "auto")
+    code, _, err = cli(*SMALL, "--output_dir", tmp_path, *changes)
+    assert code == 2
+    for difference in (
+        "--epochs 1, now 2",
+        "--lambda_kl 1.0, now 3.0",
+        "--shapes_images 48, now 64",
+        "images per iteration 16, now 8",
+        "list of images 48 images, ",
+    ):
+        assert difference in err
+    assert "--model" not in err
+    code, _, err = cli(*SMALL, "--output_dir", tmp_path, *changes, "--allow_changes")
+    assert code == 0
+    assert "WARNING: going on from" in err
+    assert "--lambda_kl 1.0, now 3.0" in err
+    assert checkpoint(tmp_path, "last")["args"]["lambda_kl"] == 3
+
+
+def test_what_may_change_between_parts_of_a_run(cli, tmp_path, one_class):
+    """Where data and output lie, how the work is shared out, and how often something is saved or shown."""
+    flags = (*SMALL, "--data_set", "folder", "--batch_size", 1, "--num_workers", 0)
+    assert cli(*flags, "--data_path", one_class, "--output_dir", tmp_path / "a")[0] == 0
+    (tmp_path / "elsewhere").mkdir()
+    moved = one_class.rename(tmp_path / "elsewhere" / "data")
+    also = ("--output_dir", tmp_path / "b", "--save_every", 7, "--vis_every", 0, "--num_workers", 1)
+    code, _, err = cli(*flags, "--data_path", moved, *also, "--resume", tmp_path / "a" / "checkpoint-1.pth")
+    assert (code, err) == (0, "")
+    (moved / "train" / "only" / "a.jpg").rename(moved / "train" / "only" / "b.jpg")
+    code, _, err = cli(*flags, "--data_path", moved, *also, "--resume", tmp_path / "a" / "checkpoint-1.pth")
+    assert code == 2
+    assert "list of images 1 images, " in err
+    defaults = vars(get_args_parser().parse_args([]))
+    alone = defaults | {"batch_size": 8, "world_size": 1}
+    assert differences(alone, defaults | {"batch_size": 4, "world_size": 2}) == []
+    assert differences(alone, defaults | {"batch_size": 8, "world_size": 2}) == ["images per iteration 8, now 16"]
+
+
+def test_resume_auto_passes_over_a_damaged_checkpoint(cli, tmp_path):
+    flags = (*SMALL, "--output_dir", tmp_path, "--save_every", 1)
+    assert cli(*flags)[0] == 0
+    whole = checkpoint(tmp_path)
+    for name in ("last", "1"):
+        file = tmp_path / f"checkpoint-{name}.pth"
+        file.write_bytes(file.read_bytes()[:5000])
+    code, out, err = cli(*flags, "--resume", "auto")
+    assert code == 0
+    assert "checkpoint-last.pth is damaged" in err
+    assert "checkpoint-1.pth is damaged" in err
+    assert "resuming from" in out
+    assert "checkpoint-0.pth: epoch 1, after 0 of its updates" in out
+    assert_same_training(whole, checkpoint(tmp_path))
+
+
+def test_full_disk_is_reported_and_the_run_goes_on(cli, tmp_path):
+    (tmp_path / "checkpoint-0.pth.partial").symlink_to("/dev/full")
+    code, _, err = cli(*SMALL, "--output_dir", tmp_path, "--save_every", 1)
+    assert code == 0
+    assert "checkpoint-0.pth (No space left on device)" in err
+    assert "training goes on" in err
+    assert not (tmp_path / "checkpoint-0.pth").exists()
+    assert checkpoint(tmp_path)["epoch"] == checkpoint(tmp_path, "last")["epoch"] == 1
+
+
+def test_full_disk_at_the_end_keeps_the_checkpoint_before(cli, tmp_path):
+    (tmp_path / "checkpoint-1.pth.partial").symlink_to("/dev/full")
+    code, _, err = cli(*SMALL, "--output_dir", tmp_path)
+    assert code == 2
+    assert "cannot write the checkpoint" in err
+    assert "No space left on device" in err
+    assert checkpoint(tmp_path, "last")["epoch"] == 0
+    assert cli(*SMALL, "--output_dir", tmp_path, "--resume", "auto")[0] == 0, "when there is room again"
+    assert checkpoint(tmp_path)["epoch"] == 1
+
+
+def test_architecture_of_another_checkpoint_names_the_first_mismatch(cli, tmp_path):
+    torch.save({"model": mae_vit_micro_patch4(img_size=32).state_dict()}, tmp_path / "other.pth")
+    code, _, err = cli(*SMALL, "--output_dir", tmp_path / "out", "--init", tmp_path / "other.pth")
+    assert code == 2
+    assert "other.pth has pos_embed of shape (1, 65, 64), but this model needs (1, 17, 64)" in err
+
+
+def test_tensorboard_keeps_what_was_shown_before_resuming(cli, tmp_path):
+    assert cli(*SMALL, "--output_dir", tmp_path, "--epochs", 1)[0] == 0
+    assert cli(*SMALL, "--output_dir", tmp_path, "--resume", "auto", "--allow_changes")[0] == 0
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train_loss")] == [1000, 2000]
 
 
 def test_log_line_cut_short_by_a_kill_is_dropped_and_said(cli, tmp_path):
@@ -289,6 +428,10 @@ BAD = {
     "unknown choice": (("--masking", "clever"), "argument --masking: invalid choice: 'clever'"),
     "unknown device": (("--device", "gpu9"), "--device 'gpu9'"),
     "missing checkpoint": (("--resume", "none.pth"), "none.pth: No such file or directory"),
+    "missing weights": (("--init", "none.pth"), "none.pth: No such file or directory"),
+    "indivisible batch": (("--global_batch_size", "9", "--accum_iter", "2"), "--global_batch_size 9 cannot be split"),
+    "negative minutes": (("--save_minutes", "-1"), "--save_minutes -1.0 must not be negative"),
+    "processes without a launcher": (("--world_size", "4"), "use torchrun for several processes"),
     "unlabelled knn": (
         ("--data_set", "folder", "--data_path", "{flat}", "--batch_size", "1", "--knn_every", "1"),
         "val",

@@ -89,16 +89,16 @@ def load_checkpoint(path: str | Path) -> dict:
 def load_weights(model: torch.nn.Module, state_dict: dict, source: str) -> None:
     """Load strictly, and name what does not fit."""
     own = model.state_dict()
+    for key, value in own.items():
+        if key in state_dict and value.shape != state_dict[key].shape:
+            theirs, ours = tuple(state_dict[key].shape), tuple(value.shape)
+            raise UserError(f"{source} has {key} of shape {theirs}, but this model needs {ours}; check --model")
     if missing := [key for key in own if key not in state_dict]:
         raise UserError(f"{source} has no {some_of(missing)}; is it a checkpoint of another model?")
     if unexpected := [key for key in state_dict if key not in own]:
         raise UserError(
             f"{source} has {some_of(unexpected)}, which this model does not; is it a checkpoint of another model?"
         )
-    for key, value in own.items():
-        if value.shape != state_dict[key].shape:
-            theirs, ours = tuple(state_dict[key].shape), tuple(value.shape)
-            raise UserError(f"{source} has {key} of shape {theirs}, but this model needs {ours}; check --model")
     model.load_state_dict(state_dict)
 
 
