@@ -12,7 +12,7 @@ demo: $(STAMP)
 	./demo.sh $(VENV)/bin/python
 
 test: $(STAMP) lint
-	$(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .

@@ -2,7 +2,11 @@
 
 import json
 import logging
+import os
+import signal
+import subprocess
 import sys
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -18,9 +22,18 @@ from util.datasets import pixel_statistics
 from util.misc import logger, run
 from util.shapes import CAMOUFLAGED, ShapesDataset
 
+ROOT = Path(__file__).parent.parent
 DATA = Path(__file__).parent / "data"
 
 torch.set_num_threads(1)  # small models: two test processes with a thread each beat one with two
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that share something dear, such as a cluster, go to the same one of several test processes."""
+    for item in items:
+        for name in ("slurm", "worlds"):
+            if name in item.fixturenames:
+                item.add_marker(pytest.mark.xdist_group(name))
 
 
 @pytest.fixture(scope="session")
@@ -97,3 +110,30 @@ def clmae_log(caplog):
     logger.setLevel(logging.INFO)
     yield caplog
     logger.propagate = False
+
+
+def processes_with(text: str) -> list[int]:
+    """Numbers of the processes whose command line has `text`."""
+    return [int(pid) for pid in subprocess.run(["pgrep", "-f", text], capture_output=True, text=True).stdout.split()]
+
+
+@pytest.fixture
+def background(tmp_path):
+    """Starts a command in a session of its own; returns the process and the file with all that it says.
+
+    Nothing that has this test's folder in its command line outlives the test.
+    """
+
+    def start(command: list[str], **environment: str) -> tuple[subprocess.Popen, Path]:
+        said = tmp_path / "said.txt"
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
+        with open(said, "w") as file:
+            process = subprocess.Popen(command, stdout=file, stderr=file, env=env, cwd=tmp_path, start_new_session=True)
+        started.append(process)
+        return process, said
+
+    started: list[subprocess.Popen] = []
+    yield start
+    for pid in {*processes_with(str(tmp_path)), *(process.pid for process in started if process.poll() is None)}:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

@@ -5,15 +5,14 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT, processes_with
 from worker_distributed import VARIANTS
 
 from util.misc import Interrupted, UserError, own_gpu
 
-ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 SMALL = (
     *("--model", "mae_vit_micro_patch4", "--input_size", "16", "--norm_pix_loss", "--data_set", "shapes"),
@@ -29,26 +28,12 @@ def torchrun(processes, *command):
     ]
 
 
-def start(command, folder, **environment):
-    """The process, in a session of its own, and the file with all that it says."""
-    said = folder / "said.txt"
-    with open(said, "w") as file:
-        env = ENVIRONMENT | environment
-        process = subprocess.Popen(command, stdout=file, stderr=file, env=env, cwd=folder, start_new_session=True)
-    return process, said
-
-
 def wait_for(text, said, process, seconds=120):
     end = time.monotonic() + seconds
     while text not in said.read_text():
         assert process.poll() is None, said.read_text()
         assert time.monotonic() < end, said.read_text()
         time.sleep(0.05)
-
-
-def processes_with(text):
-    """Numbers of the processes whose command line has `text`."""
-    return [int(pid) for pid in subprocess.run(["pgrep", "-f", text], capture_output=True, text=True).stdout.split()]
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +79,7 @@ def test_gradients_travel_once_per_update_and_only_those_of_the_step(worlds, var
     assert found["exchanges_cmm"] == ([] if "random" in variant else expected), "step 2 moves no gradient of the MAE"
 
 
-def test_an_exception_on_one_process_ends_all_with_its_traceback(tmp_path):
+def test_an_exception_on_one_process_ends_all_with_its_traceback(background, tmp_path):
     (tmp_path / "broken.py").write_text(
         "import os, main_pretrain\n"
         "original = main_pretrain.train_one_epoch\n"
@@ -105,7 +90,7 @@ def test_an_exception_on_one_process_ends_all_with_its_traceback(tmp_path):
         "main_pretrain.train_one_epoch = train_one_epoch\n"
         "main_pretrain.run(main_pretrain.main, main_pretrain.get_args_parser())\n"
     )
-    process, said = start(torchrun(2, tmp_path / "broken.py", *SMALL), tmp_path)
+    process, said = background(torchrun(2, tmp_path / "broken.py", *SMALL))
     wait_for("epoch 0 done", said, process)
     assert process.wait(timeout=30) != 0
     text = said.read_text()
@@ -115,8 +100,8 @@ def test_an_exception_on_one_process_ends_all_with_its_traceback(tmp_path):
     assert not processes_with(str(tmp_path / "broken.py"))
 
 
-def test_a_process_that_dies_is_reported_within_seconds(tmp_path):
-    process, said = start(torchrun(2, ROOT / "main_pretrain.py", *SMALL, "--output_dir", tmp_path / "out"), tmp_path)
+def test_a_process_that_dies_is_reported_within_seconds(background, tmp_path):
+    process, said = background(torchrun(2, ROOT / "main_pretrain.py", *SMALL, "--output_dir", tmp_path / "out"))
     wait_for("epoch 0 done", said, process)
     launcher, *others = sorted(processes_with(str(tmp_path / "out")))
     assert launcher == process.pid
@@ -153,11 +138,11 @@ def test_a_mistake_is_told_once(tmp_path):
         ("torchrun", signal.SIGTERM),
     ],
 )
-def test_a_signal_saves_and_ends_with_a_code_of_its_own(tmp_path, to, number):
+def test_a_signal_saves_and_ends_with_a_code_of_its_own(background, tmp_path, to, number):
     """To the whole process group with its loaders, as schedulers do; torchrun itself hands on SIGTERM alone."""
     program = (ROOT / "main_pretrain.py", *SMALL, "--output_dir", tmp_path / "out")
     command = [sys.executable, *map(str, program)] if to == "process" else torchrun(2, *program)
-    process, said = start(command, tmp_path)
+    process, said = background(command)
     wait_for("epoch 1 [", said, process)
     os.kill(process.pid, number) if to == "torchrun" else os.killpg(process.pid, number)
     code = process.wait(timeout=30)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_distributed import ENVIRONMENT, ROOT, processes_with, start, torchrun
+from conftest import ROOT, processes_with
+from test_distributed import ENVIRONMENT, torchrun
 
 KILLS = 6  # for each of the two runs of a test's kind
 FLAGS = (
@@ -78,12 +79,12 @@ def uninterrupted(tmp_path_factory):
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("processes", [1, 2])
-def test_killed_runs_end_as_if_nothing_had_happened(uninterrupted, tmp_path, processes, seed):
+def test_killed_runs_end_as_if_nothing_had_happened(background, uninterrupted, tmp_path, processes, seed):
     folder, moments, resumed_within_an_epoch = tmp_path / "run", random.Random(f"{processes} {seed}"), 0
     for _ in range(KILLS):
         flags = ("--resume", "auto", "--num_workers", moments.randrange(3))
         saved_before = last_save(folder)
-        process, said = start(command(processes, folder, *flags), tmp_path)
+        process, said = background(command(processes, folder, *flags))
         at_work = moments.random() < 0.7  # or else still about to begin
         while last_save(folder) == saved_before if at_work else "checkpoint" not in said.read_text():
             assert process.poll() is None, said.read_text()

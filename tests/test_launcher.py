@@ -1,6 +1,7 @@
 """Jobs of a cluster: what is asked of it, and, on a real SLURM, runs on two nodes that survive what clusters do."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_distributed import wait_for as await_text
 from test_exact_resume import assert_identical
 
 import main_knn
@@ -142,30 +144,26 @@ def test_bad_requests_end_with_one_sentence(monkeypatch, capsys, tmp_path, argv,
     assert len(error.splitlines()) == 1
 
 
-def test_local_processes_as_a_user_starts_them(tmp_path):
+def test_local_processes_as_a_user_starts_them(background, tmp_path):
     """Two processes on this machine, interrupted and continued; from a folder that is not the project's."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "submitit_pretrain.py"), "--cluster", "local", "--nodes", "1", "--ngpus", "2"]
-    process = subprocess.Popen(
-        [*command, *RUN], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    job_id = process.stdout.readline().split()[1]
+    job = ("--cluster", "local", "--nodes", "1", "--ngpus", "2")
+    command = [sys.executable, str(ROOT / "submitit_pretrain.py"), *job, *RUN, "--epochs", "4"]
+    process, told = background(command, PYTHONPATH="")
+    await_text(f"{tmp_path}", told, process)
+    job_id = told.read_text().split()[1]
     folder = tmp_path / "output_dir" / job_id
     end = time.monotonic() + 90
     while "epoch 0 done" not in said(job_id, folder=folder):
         assert time.monotonic() < end
         time.sleep(0.1)
-    tasks = subprocess.run(["pgrep", "-P", job_id], capture_output=True, text=True).stdout.split()
-    for task in tasks:
+    for task in subprocess.run(["pgrep", "-P", job_id], capture_output=True, text=True).stdout.split():
         os.kill(int(task), signal.SIGUSR2)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, output
-    assert f"tail -F {folder}" in output
-    text = said(job_id, folder=folder)
-    assert "resuming from" in text
+    assert process.wait(timeout=120) == 0, told.read_text()
+    assert f"follow  tail -F {folder}" in told.read_text()
     assert "stopped by SIGUSR2" in said(job_id, "err", folder)
-    assert text.count("training time") == 1
-    assert (folder / "checkpoint-7.pth").exists()
+    assert "resuming from" in said(job_id, folder=folder)
+    assert said(job_id, folder=folder).count("training time") == 1
+    assert (folder / "checkpoint-3.pth").exists()
     assert [path.name for path in (tmp_path / "output_dir").iterdir()] == [job_id]
 
 
@@ -205,12 +203,15 @@ def test_gpus_are_asked_for_and_the_cpu_computes(submitted, slurm, reference):
 
 
 def test_interrupted_and_preempted_runs_go_on_and_end_the_same(submitted, slurm, reference, tmp_path):
-    """First by submitit's own signals, then by a job that is more urgent: two requeues of one run."""
-    (job,) = submitted("--nodes", 2, "--ngpus", 0, *RUN)
+    """First by submitit's own signals, then by a job that is more urgent: two requeues of one run. Of so few minutes
+    submitit thinks that they are over, so the first is a time-out."""
+    (job,) = submitted("--nodes", 2, "--ngpus", 0, "--timeout", 10, *RUN)
     wait_for(lambda: "epoch 0 done" in said(job.job_id), slurm, job.job_id)
     job._interrupt()
     wait_for(lambda: "resuming from" in said(job.job_id), slurm, job.job_id)
     assert slurm.restarts(job.job_id) == 1
+    assert "Job has timed out" in said(job.job_id)
+    assert "9999 remaining timeouts" in said(job.job_id)
 
     wait_for(lambda: said(job.job_id).count(" done, ") >= 3, slurm, job.job_id)
     slurm.run(
@@ -246,8 +247,36 @@ def test_an_array_of_evaluations(submitted, slurm, reference):
     assert ["cosine" in line for line in results] == [False, True, False, True]
 
 
+def test_the_sbatch_file_of_the_documentation(slurm, reference, tmp_path):
+    """As printed, but for the size of the job: warned, saved, requeued by itself, and the same in the end."""
+    (script,) = re.findall(
+        r"^```bash sbatch\n(.*?)^```", (ROOT / "docs" / "cluster.md").read_text(), re.DOTALL | re.MULTILINE
+    )
+    (tmp_path / "pretrain.sbatch").write_text(script)
+    smaller = ("--ntasks-per-node=1", "--gpus-per-node=1", f"--output={tmp_path}/log")
+    path = f"{Path(sys.executable).parent}:{slurm.env['PATH']}"
+    submit = (
+        "env",
+        f"--chdir={ROOT}",
+        f"PATH={path}",
+        "sbatch",
+        "--parsable",
+        *smaller,
+        str(tmp_path / "pretrain.sbatch"),
+    )
+    job_id = slurm.run(*submit, *RUN, "--output_dir", str(tmp_path / "run")).strip()
+    log = tmp_path / "log"
+    wait_for(lambda: log.exists() and "epoch 0 done" in log.read_text(), slurm, job_id)
+    slurm.run("scancel", "--signal=USR1", job_id)
+    wait_for(lambda: "resuming from" in log.read_text(), slurm, job_id)
+    assert slurm.wait(job_id, "COMPLETED", "FAILED") == "COMPLETED", log.read_text()
+    assert "stopped by SIGUSR1" in log.read_text()
+    assert slurm.restarts(job_id) == 1
+    assert_same_end(tmp_path / "run", reference[0])
+
+
 def test_a_job_that_the_cluster_refuses(submitted, capsys):
     with pytest.raises(SystemExit) as stop:
         submitted("--nodes", 3, "--ngpus", 0, *RUN)
     assert stop.value.code == 2
-    assert "More processors requested than permitted" in capsys.readouterr().err or True
+    assert "the job was not accepted, or failed: sbatch: error: Batch job submission failed" in capsys.readouterr().err

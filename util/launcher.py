@@ -174,7 +174,7 @@ def build_executor(program: str, args: Namespace) -> submitit.AutoExecutor:
         "qos": args.qos,
         "constraint": constraint or None,
         "comment": args.comment,
-        "signal_delay_s": SIGNAL_DELAY,
+        "signal_delay_s": min(SIGNAL_DELAY, 60 * args.timeout // 4),
         # One process that fails ends them all, at once.
         "srun_args": ["--kill-on-bad-exit=1"],
     }
