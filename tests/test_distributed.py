@@ -79,6 +79,14 @@ def test_gradients_travel_once_per_update_and_only_those_of_the_step(worlds, var
     assert found["exchanges_cmm"] == ([] if "random" in variant else expected), "step 2 moves no gradient of the MAE"
 
 
+def test_mean_gradients_do_not_depend_on_their_place_in_a_bucket(worlds):
+    """DDP moves them after the first update, so that an exact resume needs this. An all-reduce of four fails here."""
+    at_0, at_333 = worlds[4][0]["means"]
+    assert torch.equal(at_0, at_333)
+    expected = torch.stack([torch.randn(1000, generator=torch.Generator().manual_seed(rank)) for rank in range(4)])
+    assert torch.allclose(at_0, expected.mean(dim=0), atol=1e-6)
+
+
 def test_an_exception_on_one_process_ends_all_with_its_traceback(background, tmp_path):
     (tmp_path / "broken.py").write_text(
         "import os, main_pretrain\n"

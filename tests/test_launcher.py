@@ -249,21 +249,13 @@ def test_an_array_of_evaluations(submitted, slurm, reference):
 
 def test_the_sbatch_file_of_the_documentation(slurm, reference, tmp_path):
     """As printed, but for the size of the job: warned, saved, requeued by itself, and the same in the end."""
-    (script,) = re.findall(
-        r"^```bash sbatch\n(.*?)^```", (ROOT / "docs" / "cluster.md").read_text(), re.DOTALL | re.MULTILINE
-    )
-    (tmp_path / "pretrain.sbatch").write_text(script)
+    text = (ROOT / "docs" / "cluster.md").read_text()
+    (script,) = re.findall(r"^```bash sbatch\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    file = tmp_path / "pretrain.sbatch"
+    file.write_text(script)
     smaller = ("--ntasks-per-node=1", "--gpus-per-node=1", f"--output={tmp_path}/log")
     path = f"{Path(sys.executable).parent}:{slurm.env['PATH']}"
-    submit = (
-        "env",
-        f"--chdir={ROOT}",
-        f"PATH={path}",
-        "sbatch",
-        "--parsable",
-        *smaller,
-        str(tmp_path / "pretrain.sbatch"),
-    )
+    submit = ("env", f"--chdir={ROOT}", f"PATH={path}", "sbatch", "--parsable", *smaller, str(file))
     job_id = slurm.run(*submit, *RUN, "--output_dir", str(tmp_path / "run")).strip()
     log = tmp_path / "log"
     wait_for(lambda: log.exists() and "epoch 0 done" in log.read_text(), slurm, job_id)

@@ -12,7 +12,7 @@ import engine_pretrain
 import util.misc
 from main_pretrain import check_args, get_args_parser, settle_batch_and_rates
 from util.datasets import build_pretrain_loader
-from util.misc import NativeScalerWithGradNormCount, get_rank, init_distributed_mode, with_ddp
+from util.misc import NativeScalerWithGradNormCount, get_rank, get_world_size, init_distributed_mode, with_ddp
 from util.progress import EpochLog, LossGuard
 from util.state import build_state
 
@@ -93,6 +93,22 @@ def run(args):
     }
 
 
+class Bucket:
+    """As DDP hands it to whoever exchanges its gradients."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def buffer(self):
+        return self.values
+
+
+def mean_at(offset):
+    """What processes make of their 1,000 random values, which lie `offset` places into a bucket."""
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(get_rank()))
+    return exchange(None, Bucket(torch.cat([torch.zeros(offset), values]))).wait()[offset:]
+
+
 def main(output):
     torch.set_num_threads(1)
     results = {}
@@ -121,6 +137,8 @@ def main(output):
             init_distributed_mode(args)
         settle_batch_and_rates(args)
         results[name] = run(args)
+    if get_world_size() > 1:
+        results["means"] = [mean_at(offset) for offset in (0, 333)]
     torch.save(results, f"{output}.{get_rank()}")
     util.misc.leave(0, together=True)
 
