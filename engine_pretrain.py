@@ -37,6 +37,7 @@ from util.misc import (
     all_reduce_sum,
     amp_dtype,
     autocast,
+    exchange_gradients,
     gather_rows,
     generator,
     get_rank,
@@ -82,11 +83,7 @@ def train_one_epoch(
     for i, (imgs, _) in enumerate(islice(data_loader, iterations - first), start=first):
         step = epoch * steps_per_epoch + i // args.accum_iter
         update = (i + 1) % args.accum_iter == 0
-        for network in (model, cmm):
-            # Processes exchange gradients only where they are used. (The attribute behind DDP's no_sync(), which
-            # would have to enclose both steps.)
-            if isinstance(network, DistributedDataParallel):
-                network.require_backward_grad_sync = update
+        exchange_gradients(update, model, cmm)
         epochs_passed = step / steps_per_epoch
         lr = adjust_learning_rate(optimizer, epochs_passed, args)
         imgs = imgs.to(device, non_blocking=True)

@@ -283,6 +283,16 @@ def without_ddp(network: nn.Module) -> nn.Module:
     return network.module if isinstance(network, DistributedDataParallel) else network
 
 
+def exchange_gradients(when: bool, *networks: nn.Module | None) -> None:
+    """Whether the next backward passes of `networks` end with an exchange: only where an update uses the gradients.
+
+    This is the attribute behind DDP's no_sync(), which would have to enclose the forward passes, too.
+    """
+    for network in networks:
+        if isinstance(network, DistributedDataParallel):
+            network.require_backward_grad_sync = when
+
+
 def mean_in_rank_order(_, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average gradients in an order that depends on nothing but the ranks.
 

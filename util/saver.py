@@ -44,7 +44,9 @@ class Saver:
                 self.drop_old()
         else:
             self.write(ckpt.LAST, epoch, step)
-        if not finished and self.stop.agreed():
+        if finished:
+            wait_for_the_writer()
+        elif self.stop.agreed():
             self.end(step)
 
     def due(self) -> bool:
@@ -93,8 +95,13 @@ class Saver:
                 )
 
     def end(self, step: int) -> None:
-        gather_objects(None)  # nobody leaves before the first process has written
+        wait_for_the_writer()
         saved = f"saved as {self.folder / ckpt.LAST}" if self.folder else "nothing is saved without --output_dir"
         raise Interrupted(
             f"stopped by {self.stop.names()} after step {step}: {saved}; --resume auto goes on", self.stop.received
         )
+
+
+def wait_for_the_writer() -> None:
+    """The first process that leaves may take the others with it: so nobody does before the checkpoint is written."""
+    gather_objects(None)

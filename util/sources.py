@@ -185,7 +185,12 @@ def describe(source, index: int) -> str:
 def image_names(source, args: Namespace, split: str) -> list[str]:
     """A name for every image, the same wherever the data lies."""
     if isinstance(source, ImageList):
-        return [os.path.relpath(path, args.data_path) for path, _ in source.samples]
+        root = os.path.join(Path(args.data_path), "")
+        # The prefix is there, but for links and "..": and relpath would take 8 s for ImageNet.
+        return [
+            path[len(root) :] if path.startswith(root) else os.path.relpath(path, args.data_path)
+            for path, _ in source.samples
+        ]
     return [f"{args.data_set}/{split}/{index}" for index in range(len(source))]
 
 
