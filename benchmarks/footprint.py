@@ -1,6 +1,6 @@
 """What a training iteration costs, found without a GPU: parameters, FLOPs, memory, batch size, time of an epoch.
 
-    python -m benchmarks.footprint                                    # ViT-B, -L and -H
+    python -m benchmarks.footprint                                    # ViT-B, -L and -H: 5 minutes and 7 GB on one core
     python -m benchmarks.footprint --models mae_vit_small_patch16 --tflops 60
 
 The project's own passes run on the CPU with one or two images. FLOPs are counted in float32; tensors kept for the
@@ -82,8 +82,8 @@ def soft_loss(mae: MaskedAutoencoderViT, imgs: torch.Tensor, keep_prob: torch.Te
 def count_gflop(step: Callable[[], torch.Tensor | None]) -> tuple[torch.Tensor | None, float]:
     """The result of `step` and its GFLOP, 2 per multiply-add.
 
-    torch 2.4 does not count the CPU's fused attention, and later ones add the products that its backward pass computes
-    a second time. The math backend writes attention as plain products: every version counts each of them once.
+    Fused attention would count with what its backward pass computes a second time. The math backend writes attention as
+    plain products, each of which is counted once.
     """
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         result = step()
@@ -96,12 +96,12 @@ def measure_gflop(mae: MaskedAutoencoderViT, cmm: CurriculumMaskingModule) -> di
     keep_prob, cmm_forward = count_gflop(lambda: cmm(imgs))
     loss, mae_forward = count_gflop(lambda: mae(imgs, MASK_RATIO, noise=noise)[0])
     _, mae_backward = count_gflop(loss.backward)
+    mae.zero_grad()
     leaf = keep_prob.detach().requires_grad_()
     loss_cmm, soft_forward = count_gflop(lambda: soft_loss(mae, imgs, leaf))
     _, soft_backward = count_gflop(loss_cmm.backward)
     _, cmm_backward = count_gflop(lambda: keep_prob.backward(leaf.grad))
-    for network in (mae, cmm):
-        network.zero_grad()
+    cmm.zero_grad()
     cmm_gflop, soft_gflop = (cmm_forward, cmm_backward), (soft_forward, soft_backward)
     return {"MAE": (mae_forward, mae_backward), "CMM": cmm_gflop, "soft": soft_gflop}
 
@@ -117,7 +117,7 @@ def saved_storages(forward: Callable[[], torch.Tensor], weights: set[int]) -> tu
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
             kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # the same storage; with its history, an output would keep its own graph alive for ever
 
     hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
     with hooks, autocast(torch.device("cpu"), torch.bfloat16):
@@ -184,7 +184,7 @@ Copies (measured): autocast's bf16 weights, which a graph keeps until its backwa
         rows[f.name] = (*(f.activations[graph] / 1e6 for graph in graphs), f"{ratio:.2f}")
     note = """Measured on a CPU under bf16 autocast: what a second image adds to the saved tensors, each storage once.
 CMM + MAE exist together in step 1, CMM + soft pass in step 2; the larger is the peak of CL-MAE.
-CPU attention may keep other tensors than CUDA's flash attention. The backward pass's temporary tensors are not included.
+CPU attention may keep other tensors than CUDA's flash attention. Temporary tensors of the backward pass are left out.
 Thresholded masks (--select threshold) are padded to the batch's largest number of visible tokens and so cost more."""
     columns = ("MAE step", "CMM", "soft pass", "CMM + MAE step", "CMM + soft pass", "CL-MAE / MAE")
     table("Activations kept for the backward pass (MB per image)", note, columns, rows)
