@@ -219,10 +219,18 @@ def write_log(
     if args.output_dir and is_main_process():
         values = {f"train_{name}": value for name, value in stats.items()} | figures
         line = {name.replace("/", "_"): value for name, value in values.items()} | {"epoch": epoch}
-        with open(Path(args.output_dir) / "log.txt", "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        append_line(Path(args.output_dir) / "log.txt", json.dumps(line))
+
+
+def append_line(path: Path, line: str) -> None:
+    """Onto the disk: the checkpoint that follows must not outlive its log."""
+    try:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(line + "\n")
             file.flush()
-            os.fsync(file.fileno())  # a checkpoint follows, and must not outlive its log
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise UserError(f"cannot write {path} ({error.strerror}); --resume auto goes on when that is mended") from None
 
 
 def main(args: Namespace) -> None:

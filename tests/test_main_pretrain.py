@@ -271,6 +271,15 @@ def test_full_disk_at_the_end_keeps_the_checkpoint_before(cli, tmp_path):
     assert checkpoint(tmp_path)["epoch"] == 1
 
 
+def test_log_that_cannot_be_written_ends_the_run_with_a_sentence(cli, tmp_path, monkeypatch):
+    (tmp_path / "full").symlink_to("/dev/full")
+    original = main_pretrain.append_line
+    monkeypatch.setattr(main_pretrain, "append_line", lambda _, line: original(tmp_path / "full", line))
+    code, _, err = cli(*SMALL, "--output_dir", tmp_path)
+    assert code == 2
+    assert "full (No space left on device); --resume auto goes on when that is mended" in err
+
+
 def test_architecture_of_another_checkpoint_names_the_first_mismatch(cli, tmp_path):
     torch.save({"model": mae_vit_micro_patch4(img_size=32).state_dict()}, tmp_path / "other.pth")
     code, _, err = cli(*SMALL, "--output_dir", tmp_path / "out", "--init", tmp_path / "other.pth")
