@@ -45,11 +45,12 @@ from util.misc import (
     init_distributed_mode,
     is_main_process,
     logger,
+    precision,
     run,
     with_ddp,
 )
 from util.monitor import Monitor
-from util.progress import LossGuard, brief
+from util.progress import Board, LossGuard, brief
 from util.resume import Start, begin, data_identity
 from util.saver import Saver
 from util.state import TrainingState, build_state
@@ -160,6 +161,8 @@ def check_args(args: Namespace) -> None:
     check_at_least(args, 0, "vis_every", "knn_every", "start_epoch", "save_minutes", "keep")
     if args.clip_grad is not None and args.clip_grad <= 0:
         raise UserError(f"--clip_grad {args.clip_grad} must be above 0")
+    if args.init and args.resume not in ("", "auto"):
+        raise UserError("--init starts a new run and --resume FILE continues one: give one of them, or --resume auto")
     if args.warmup_epochs >= args.epochs:
         logger.warning("--warmup_epochs %d fills the whole run of %d epochs", args.warmup_epochs, args.epochs)
 
@@ -196,7 +199,7 @@ def prepare_output(args: Namespace, start: Start, steps_per_epoch: int, classes:
     if not args.log_dir:
         return None
     shown_up_to = int((start.epoch + start.steps_done / steps_per_epoch) * 1000)  # on TensorBoard's axis
-    return SummaryWriter(args.log_dir, purge_step=shown_up_to + 1)
+    return Board(args.log_dir, purge_step=shown_up_to + 1)
 
 
 def drop_log_lines(log: Path, start_epoch: int) -> None:
@@ -239,6 +242,7 @@ def main(args: Namespace) -> None:
     settle_batch_and_rates(args)
     data_loader = build_pretrain_loader(args)
     args.data_identity = data_identity(data_loader.dataset.source, args)
+    args.precision = precision(args.amp, device)
     steps_per_epoch = count_steps(data_loader, args)
     monitor = Monitor(args, device)
     state = build_state(args, device)
@@ -297,9 +301,7 @@ def describe_run(
         for name, net in sizes.items()
         if net is not None
     )
-    dtype = amp_dtype(args.amp, device)
-    precision = str(dtype).removeprefix("torch.") if dtype else "float32"
-    logger.info("%s with %s masks: %s, %s on %s", args.model, args.masking, parameters, precision, device)
+    logger.info("%s with %s masks: %s, %s on %s", args.model, args.masking, parameters, args.precision, device)
     rates = f"learning rate {args.lr:.3g}" + (f", of the CMM {args.cmm_lr:.3g}" if state.cmm is not None else "")
     batch = " x ".join(map(str, (args.batch_size, args.accum_iter)))
     if get_world_size() > 1:

@@ -8,13 +8,16 @@ All flags of main_knn.py, main_linprobe.py or main_fewshot.py, and those of the 
 import importlib
 
 from util.launcher import launch
-from util.misc import ArgumentParser
+from util.misc import ArgumentParser, UserError
 
 TASKS = ("knn", "linprobe", "fewshot")
 
 if __name__ == "__main__":
     which = ArgumentParser("submitit_eval.py", description=__doc__.split("\n")[0], add_help=False)
-    which.add_argument("--task", required=True, choices=TASKS, help="what to evaluate; --task knn --help tells more")
+    which.add_argument("--task", choices=TASKS, help="what to evaluate; with --help it lists the flags of that program")
     chosen, argv = which.parse_known_args()
+    if chosen.task is None:
+        which.print_help()
+        which.exit(0 if {"-h", "--help"} & set(argv) else UserError.exit_code)
     program = f"main_{chosen.task}"
     launch(program, importlib.import_module(program).get_args_parser(), argv)

@@ -60,7 +60,7 @@ def test_a_checkpoint_that_would_run_code_is_refused_and_runs_nothing(tmp_path, 
     assert not os.path.exists("exploded")
 
 
-@pytest.mark.parametrize("damage", ["missing", "empty", "truncated", "garbage", "list", "folder"])
+@pytest.mark.parametrize("damage", ["missing", "empty", "truncated", "garbage", "list", "folder", "flipped bit"])
 def test_damaged_files_are_named(tmp_path, damage):
     path = tmp_path / "checkpoint-1.pth"
     if damage == "empty":
@@ -68,6 +68,12 @@ def test_damaged_files_are_named(tmp_path, damage):
     elif damage == "truncated":
         save_checkpoint(path, {"w": torch.rand(1000)})
         path.write_bytes(path.read_bytes()[:2000])
+    elif damage == "flipped bit":
+        save_checkpoint(path, {"w": torch.zeros(1000)})
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1  # within the tensor; torch itself would load it
+        path.write_bytes(content)
+        assert torch.load(path)["w"].count_nonzero() == 1
     elif damage == "garbage":
         path.write_bytes(bytes(range(256)) * 10)
     elif damage == "list":
@@ -98,6 +104,14 @@ def test_the_checkpoint_that_got_furthest(tmp_path):
     assert newest_checkpoint(tmp_path)[1].name == "checkpoint-last.pth"
     (tmp_path / "checkpoint-last.pth").write_bytes(b"")
     assert newest_checkpoint(tmp_path)[1].name == "checkpoint-3.pth"
+
+
+def test_a_kill_between_link_and_rename_harms_no_finished_checkpoint(tmp_path):
+    save_checkpoint(tmp_path / "checkpoint-3.pth", {"epoch": 3})
+    os.link(tmp_path / "checkpoint-3.pth", tmp_path / "checkpoint-last.pth.partial")
+    save_checkpoint(tmp_path / "checkpoint-last.pth", {"epoch": 4})
+    assert load_checkpoint(tmp_path / "checkpoint-3.pth")["epoch"] == 3
+    assert load_checkpoint(tmp_path / "checkpoint-last.pth")["epoch"] == 4
 
 
 def test_second_name_survives_a_new_file_under_the_first(tmp_path, monkeypatch):

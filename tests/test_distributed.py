@@ -111,13 +111,13 @@ def test_an_exception_on_one_process_ends_all_with_its_traceback(background, tmp
 def test_a_process_that_dies_is_reported_within_seconds(background, tmp_path):
     process, said = background(torchrun(2, ROOT / "main_pretrain.py", *SMALL, "--output_dir", tmp_path / "out"))
     wait_for("epoch 0 done", said, process)
-    launcher, *others = sorted(processes_with(str(tmp_path / "out")))
+    launcher, _, second, *_ = sorted(processes_with(str(tmp_path / "out")))
     assert launcher == process.pid
-    os.kill(others[1], signal.SIGKILL)
+    os.kill(second, signal.SIGKILL)
     assert process.wait(timeout=30) != 0
     text = said.read_text()
     assert "Signal 9 (SIGKILL)" in text
-    assert "another process is gone or does not answer" in text
+    assert "another process is gone" in text
     assert (tmp_path / "out" / "checkpoint-last.pth").exists()
 
 
@@ -137,25 +137,17 @@ def test_a_mistake_is_told_once(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("to", "number"),
-    [
-        ("process", signal.SIGTERM),
-        ("process", signal.SIGUSR1),
-        ("process", signal.SIGUSR2),
-        ("torchrun", signal.SIGTERM),
-    ],
-)
-def test_a_signal_saves_and_ends_with_a_code_of_its_own(background, tmp_path, to, number):
-    """To the whole process group with its loaders, as schedulers do; torchrun itself hands on SIGTERM alone."""
+@pytest.mark.parametrize("launcher", ["python", "torchrun"])
+def test_a_signal_saves_and_ends_with_a_code_of_its_own(background, tmp_path, launcher):
+    """To the whole process group with its loaders, as schedulers do; torchrun hands it on itself."""
     program = (ROOT / "main_pretrain.py", *SMALL, "--output_dir", tmp_path / "out")
-    command = [sys.executable, *map(str, program)] if to == "process" else torchrun(2, *program)
+    command = [sys.executable, *map(str, program)] if launcher == "python" else torchrun(2, *program)
     process, said = background(command)
     wait_for("epoch 1 [", said, process)
-    os.kill(process.pid, number) if to == "torchrun" else os.killpg(process.pid, number)
+    (os.killpg if launcher == "python" else os.kill)(process.pid, signal.SIGTERM)
     code = process.wait(timeout=30)
-    assert code == (1 if to == "torchrun" else Interrupted.exit_code), said.read_text()
-    assert f"WARNING: stopped by {number.name} after step" in said.read_text()
+    assert code == (Interrupted.exit_code if launcher == "python" else 1), said.read_text()
+    assert "WARNING: stopped by SIGTERM after step" in said.read_text()
     saved = torch.load(tmp_path / "out" / "checkpoint-last.pth", weights_only=True)
     assert f"after step {saved['step']}: saved as" in said.read_text()
     time.sleep(0.5)

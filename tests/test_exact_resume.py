@@ -14,7 +14,7 @@ import torch
 from conftest import ROOT, processes_with
 from test_distributed import ENVIRONMENT, torchrun
 
-KILLS = 6  # for each of the two runs of a test's kind
+KILLS = 6  # in one process, and as many under torchrun
 FLAGS = (
     *("--model", "mae_vit_micro_patch4", "--input_size", "16", "--norm_pix_loss", "--data_set", "shapes"),
     *("--shapes_images", "480", "--epochs", "10", "--warmup_epochs", "1", "--cmm_depth", "1", "--device", "cpu"),
@@ -77,10 +77,9 @@ def uninterrupted(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("processes", [1, 2])
-def test_killed_runs_end_as_if_nothing_had_happened(background, uninterrupted, tmp_path, processes, seed):
-    folder, moments, resumed_within_an_epoch = tmp_path / "run", random.Random(f"{processes} {seed}"), 0
+def test_killed_runs_end_as_if_nothing_had_happened(background, uninterrupted, tmp_path, processes):
+    folder, moments, resumed_within_an_epoch = tmp_path / "run", random.Random(processes), 0
     for _ in range(KILLS):
         flags = ("--resume", "auto", "--num_workers", moments.randrange(3))
         saved_before = last_save(folder)
@@ -89,7 +88,7 @@ def test_killed_runs_end_as_if_nothing_had_happened(background, uninterrupted, t
         while last_save(folder) == saved_before if at_work else "checkpoint" not in said.read_text():
             assert process.poll() is None, said.read_text()
             time.sleep(0.01)
-        time.sleep(moments.uniform(0, 1))
+        time.sleep(moments.uniform(0, 0.7))
         kill(process, folder, moments)
         text = said.read_text()
         resumed_within_an_epoch += "resuming from" in text and ", after 0 of its updates" not in text

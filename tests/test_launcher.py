@@ -9,13 +9,15 @@ import time
 from pathlib import Path
 
 import pytest
+import submitit
 import torch
+from submitit.core import utils
 from test_distributed import wait_for as await_text
 from test_exact_resume import assert_identical
 
 import main_knn
 import main_pretrain
-from util.launcher import add_cluster_arguments, build_executor, combinations, launch, program_args
+from util.launcher import Run, add_job_arguments, build_executor, combinations, failure, launch, program_args
 from util.misc import UserError, logger
 
 ROOT = Path(__file__).parent.parent
@@ -28,7 +30,7 @@ RUN = (
 
 def flags(*extra):
     parser = main_pretrain.get_args_parser()
-    add_cluster_arguments(parser)
+    add_job_arguments(parser)
     parser.set_defaults(device=None)
     return parser.parse_args([str(flag) for flag in extra])
 
@@ -82,10 +84,35 @@ def test_no_site_is_presumed(upstream_flags):
 
 def test_flags_of_the_program_fit_the_job():
     args = program_args(flags())
-    assert (args.output_dir, args.device, args.resume) == ("./output_dir/%j", "cuda", "auto"), "the job's device"
-    args = program_args(flags("--output_dir", "runs/a", "--ngpus", 0, "--resume", "x.pth"))
-    assert (args.output_dir, args.device, args.resume) == ("runs/a", "cpu", "x.pth")
+    assert (args.output_dir, args.device) == ("./output_dir/%j", "cuda"), "the job's device, not this machine's"
+    args = program_args(flags("--output_dir", "runs/a", "--ngpus", 0))
+    assert (args.output_dir, args.device) == ("runs/a", "cpu")
     assert program_args(flags("--device", "cpu")).device == "cpu"
+    assert args.__dict__.keys() == vars(main_pretrain.get_args_parser().parse_args([])).keys(), "no flags of the job"
+
+
+def test_a_restarted_job_continues_whatever_it_began_with(tmp_path):
+    folder = tmp_path / "7"
+    folder.mkdir()
+
+    def resume(*extra):
+        return Run("main_pretrain", program_args(flags("--output_dir", tmp_path / "%j", *extra))).own_args("7").resume
+
+    assert resume() == "auto"
+    assert resume("--resume", "x.pth") == "x.pth"
+    (folder / "checkpoint-last.pth").touch()
+    assert resume("--resume", "x.pth") == "auto", "not from x.pth again"
+    args = program_args(flags("--output_dir", folder, "--resume", "head.pth"))
+    args.eval = True
+    assert Run("main_linprobe", args).own_args("7").resume == "head.pth"
+
+
+def test_the_failure_of_a_job_is_that_of_the_first_process_to_fail(tmp_path):
+    job = submitit.Job(tmp_path, "7", tasks=(0, 1))
+    assert failure(job) is None
+    for task, text in enumerate(("RuntimeError: gloo: Connection closed by peer", "KeyError: the reason")):
+        utils.cloudpickle_dump(("error", text), job.task(task).paths.result_pickle)
+    assert failure(job) == "KeyError: the reason"
 
 
 def test_request_for_resources(monkeypatch, tmp_path):
@@ -130,6 +157,8 @@ def test_arrays_multiply():
         (("--nodes", "0"), "--nodes 0 must be at least 1"),
         (("--ngpus", "-1"), "--ngpus -1 must not be negative"),
         (("--array", "seed"), "--array seed: give a flag and its values"),
+        (("--array", "nodes=1,2"), "--nodes is the same for all runs of an array"),
+        (("--array", "seed=0,1", "--output_dir", "runs/a"), "the runs would share runs/a; put %j"),
         (("--array", "seed=a,b"), "argument --seed: invalid int value: 'a'"),
         (("--cluster", "cloud"), "argument --cluster: invalid choice: 'cloud'"),
     ],
@@ -259,10 +288,10 @@ def test_the_sbatch_file_of_the_documentation(slurm, reference, tmp_path):
     job_id = slurm.run(*submit, *RUN, "--output_dir", str(tmp_path / "run")).strip()
     log = tmp_path / "log"
     wait_for(lambda: log.exists() and "epoch 0 done" in log.read_text(), slurm, job_id)
-    slurm.run("scancel", "--signal=USR1", job_id)
+    slurm.run("scancel", "--signal=USR2", job_id)
     wait_for(lambda: "resuming from" in log.read_text(), slurm, job_id)
     assert slurm.wait(job_id, "COMPLETED", "FAILED") == "COMPLETED", log.read_text()
-    assert "stopped by SIGUSR1" in log.read_text()
+    assert "stopped by SIGUSR2" in log.read_text()
     assert slurm.restarts(job_id) == 1
     assert_same_end(tmp_path / "run", reference[0])
 
@@ -271,4 +300,4 @@ def test_a_job_that_the_cluster_refuses(submitted, capsys):
     with pytest.raises(SystemExit) as stop:
         submitted("--nodes", 3, "--ngpus", 0, *RUN)
     assert stop.value.code == 2
-    assert "the job was not accepted, or failed: sbatch: error: Batch job submission failed" in capsys.readouterr().err
+    assert "the job was not accepted: sbatch: error: Batch job submission failed" in capsys.readouterr().err

@@ -1,7 +1,8 @@
 """The program as a user runs it: flags, files, resuming, and what it says to bad input."""
 
 import json
-import signal
+import os
+import resource
 import subprocess
 import sys
 from functools import partial
@@ -11,12 +12,13 @@ import pytest
 import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
 
 import main_pretrain
 import util.checkpoint
 from main_pretrain import get_args_parser
 from models_mae import mae_vit_micro_patch4
-from util.misc import Interrupted, TrainingDiverged
+from util.misc import STOP_SIGNALS, Interrupted, TrainingDiverged
 from util.resume import differences
 from util.saver import Saver
 
@@ -173,22 +175,24 @@ def test_checkpoints_in_time_and_in_number(cli, tmp_path):
 
 
 def test_resuming_within_an_epoch(cli, tmp_path, monkeypatch):
-    """At every update of a run, in turn."""
+    """A signal at every update of a run, in turn."""
     flags = (*SMALL, "--accum_iter", 2, "--batch_size", 4, "--save_every", 1)
     assert cli(*flags, "--output_dir", tmp_path / "whole")[0] == 0
     for stop_at in range(1, 12):
         folder = tmp_path / str(stop_at)
 
-        def stop(saver, step, log, original=Saver.after_update, stop_at=stop_at):
+        number = STOP_SIGNALS[stop_at % 3]
+
+        def stop(saver, step, log, original=Saver.after_update, stop_at=stop_at, number=number):
             if step == stop_at:
-                saver.stop.received.add(signal.SIGTERM)
+                os.kill(os.getpid(), number)
             original(saver, step, log)
 
         with monkeypatch.context() as patch:
             patch.setattr(Saver, "after_update", stop)
             code, _, err = cli(*flags, "--output_dir", folder)
         assert code == Interrupted.exit_code
-        assert f"stopped by SIGTERM after step {stop_at}" in err
+        assert f"stopped by {number.name} after step {stop_at}" in err
         assert cli(*flags, "--output_dir", folder, "--resume", "auto", "--num_workers", stop_at % 2)[0] == 0
         assert_same_training(checkpoint(tmp_path / "whole"), checkpoint(folder))
         assert log_lines(folder) == log_lines(tmp_path / "whole")
@@ -234,6 +238,31 @@ def test_what_may_change_between_parts_of_a_run(cli, tmp_path, one_class):
     assert differences(alone, defaults | {"batch_size": 8, "world_size": 2}) == ["images per iteration 8, now 16"]
 
 
+def test_going_on_from_an_older_file_beside_later_ones_is_refused(cli, tmp_path):
+    flags = (*SMALL, "--output_dir", tmp_path, "--save_every", 1)
+    assert cli(*flags)[0] == 0
+    code, _, err = cli(*flags, "--resume", tmp_path / "checkpoint-0.pth")
+    assert code == 2
+    assert "holds checkpoint-1.pth, which is later than --resume" in err
+
+
+def test_resume_auto_does_not_start_over_where_no_checkpoint_can_be_read(cli, tmp_path):
+    flags = (*SMALL, "--output_dir", tmp_path)
+    assert cli(*flags)[0] == 0
+    for path in tmp_path.glob("checkpoint-*.pth"):
+        path.write_bytes(b"PK")
+    code, _, err = cli(*flags, "--resume", "auto")
+    assert code == 2
+    assert f"none of the checkpoints in {tmp_path} can be read" in err
+    assert len(log_lines(tmp_path)) == 2
+
+
+def test_changes_that_are_allowed_take_effect(cli, tmp_path):
+    assert cli(*SMALL, "--output_dir", tmp_path, "--epochs", 1)[0] == 0
+    assert cli(*SMALL, "--output_dir", tmp_path, "--resume", "auto", "--allow_changes", "--weight_decay", 0.9)[0] == 0
+    assert {group["weight_decay"] for group in checkpoint(tmp_path)["optimizer"]["param_groups"]} == {0, 0.9}
+
+
 def test_resume_auto_passes_over_a_damaged_checkpoint(cli, tmp_path):
     flags = (*SMALL, "--output_dir", tmp_path, "--save_every", 1)
     assert cli(*flags)[0] == 0
@@ -250,25 +279,54 @@ def test_resume_auto_passes_over_a_damaged_checkpoint(cli, tmp_path):
     assert_same_training(whole, checkpoint(tmp_path))
 
 
-def test_full_disk_is_reported_and_the_run_goes_on(cli, tmp_path):
-    (tmp_path / "checkpoint-0.pth.partial").symlink_to("/dev/full")
+@pytest.fixture
+def full_disk(monkeypatch):
+    """A set of names: checkpoints of these the system refuses to write in full."""
+    names = set()
+
+    def save(path, state, original=util.checkpoint.save_checkpoint):
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        try:
+            if path.name in names:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+            original(path, state)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    monkeypatch.setattr(util.checkpoint, "save_checkpoint", save)
+    return names
+
+
+def test_full_disk_is_reported_and_the_run_goes_on(cli, tmp_path, full_disk):
+    full_disk.add("checkpoint-0.pth")
     code, _, err = cli(*SMALL, "--output_dir", tmp_path, "--save_every", 1)
     assert code == 0
-    assert "checkpoint-0.pth (No space left on device)" in err
+    assert "checkpoint-0.pth (File too large)" in err
     assert "training goes on" in err
-    assert not (tmp_path / "checkpoint-0.pth").exists()
+    assert sorted(path.name for path in tmp_path.glob("*.p*")) == ["checkpoint-1.pth", "checkpoint-last.pth"]
     assert checkpoint(tmp_path)["epoch"] == checkpoint(tmp_path, "last")["epoch"] == 1
 
 
-def test_full_disk_at_the_end_keeps_the_checkpoint_before(cli, tmp_path):
-    (tmp_path / "checkpoint-1.pth.partial").symlink_to("/dev/full")
+def test_full_disk_at_the_end_keeps_the_checkpoint_before(cli, tmp_path, full_disk):
+    full_disk.add("checkpoint-1.pth")
     code, _, err = cli(*SMALL, "--output_dir", tmp_path)
     assert code == 2
     assert "cannot write the checkpoint" in err
-    assert "No space left on device" in err
+    assert "(File too large); what was there before is untouched" in err
     assert checkpoint(tmp_path, "last")["epoch"] == 0
+    full_disk.clear()
     assert cli(*SMALL, "--output_dir", tmp_path, "--resume", "auto")[0] == 0, "when there is room again"
     assert checkpoint(tmp_path)["epoch"] == 1
+
+
+def test_tensorboard_on_a_full_disk_does_not_end_the_run(cli, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(SummaryWriter, "add_scalar", full)
+    code, _, err = cli(*SMALL, "--output_dir", tmp_path)
+    assert code == 0
+    assert err.count("(No space left on device); they end here") == 1
 
 
 def test_log_that_cannot_be_written_ends_the_run_with_a_sentence(cli, tmp_path, monkeypatch):
@@ -437,6 +495,7 @@ BAD = {
     "unknown choice": (("--masking", "clever"), "argument --masking: invalid choice: 'clever'"),
     "unknown device": (("--device", "gpu9"), "--device 'gpu9'"),
     "missing checkpoint": (("--resume", "none.pth"), "none.pth: No such file or directory"),
+    "two beginnings": (("--init", "a.pth", "--resume", "b.pth"), "give one of them, or --resume auto"),
     "missing weights": (("--init", "none.pth"), "none.pth: No such file or directory"),
     "indivisible batch": (("--global_batch_size", "9", "--accum_iter", "2"), "--global_batch_size 9 cannot be split"),
     "negative minutes": (("--save_minutes", "-1"), "--save_minutes -1.0 must not be negative"),

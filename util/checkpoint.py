@@ -6,12 +6,17 @@ import os
 import pickle
 import re
 import shutil
+import struct
+import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from util.misc import UserError, logger
 
+# What torch's reader raises over files that are not what they should be.
+DAMAGE = (RuntimeError, EOFError, ValueError, TypeError, LookupError, AttributeError, AssertionError, struct.error)
 LAST = "checkpoint-last.pth"  # the newest state of a run, mostly from the middle of an epoch
 
 
@@ -19,15 +24,27 @@ def save_checkpoint(path: Path, state: dict) -> None:
     """Write `state` so that `path` holds either its old content or all of the new one, whatever happens meanwhile."""
     partial = path.with_name(path.name + ".partial")
     try:
+        partial.unlink(missing_ok=True)  # what a kill left may be a second name of a finished checkpoint
         with open(partial, "wb") as file:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
         put_in_place(partial, path)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
-        partial.unlink(missing_ok=True)
-        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else error
+        with suppress(OSError):
+            partial.unlink()
+        reason = reason_of(error)
         raise UserError(f"cannot write the checkpoint {path} ({reason}); what was there before is untouched") from error
+
+
+def reason_of(error: BaseException) -> str:
+    """What the system said, below what torch made of it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno:
+            return os.strerror(cause.errno)
+        cause = cause.__context__
+    return str(error)
 
 
 def link_checkpoint(existing: Path, path: Path) -> None:
@@ -37,7 +54,10 @@ def link_checkpoint(existing: Path, path: Path) -> None:
     try:
         os.link(existing, partial)
     except OSError:
-        shutil.copyfile(existing, partial)
+        with open(existing, "rb") as source, open(partial, "wb") as file:
+            shutil.copyfileobj(source, file, 1 << 20)
+            file.flush()
+            os.fsync(file.fileno())
     put_in_place(partial, path)
 
 
@@ -54,11 +74,12 @@ def write_text(path: Path, text: str) -> None:
 def put_in_place(partial: Path, path: Path) -> None:
     """Rename a complete file, and make the new name last through a crash of the machine."""
     os.replace(partial, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    with suppress(OSError):  # some file systems cannot sync a folder, and the file is in place
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def load_checkpoint(path: str | Path) -> dict:
@@ -68,6 +89,7 @@ def load_checkpoint(path: str | Path) -> dict:
     would run code is refused before it runs.
     """
     try:
+        check_sums(path)
         with torch.serialization.safe_globals([argparse.Namespace]):
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
@@ -77,13 +99,21 @@ def load_checkpoint(path: str | Path) -> dict:
     except pickle.UnpicklingError as error:
         detail = str(error).splitlines()[0]
         raise UserError(f"the checkpoint {path} is damaged, or holds objects that could run code: {detail}") from None
-    except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, IndexError) as error:
+    except DAMAGE as error:
         raise UserError(f"the checkpoint {path} is damaged or is not a torch file: {error}") from None
     if not isinstance(checkpoint, dict):
         raise UserError(f"the checkpoint {path} holds a {type(checkpoint).__name__}, not a dict")
     if isinstance(checkpoint.get("args"), argparse.Namespace):
         checkpoint["args"] = vars(checkpoint["args"])
     return checkpoint
+
+
+def check_sums(path: str | Path) -> None:
+    """Refuse a file whose content is not what was written: torch itself does not look at the sums that it writes."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as file:
+            if damaged := file.testzip():
+                raise ValueError(f"the checksum of {damaged} is wrong")
 
 
 def load_weights(model: torch.nn.Module, state_dict: dict, source: str) -> None:
@@ -111,6 +141,10 @@ def numbered_checkpoints(folder: Path) -> list[Path]:
     """checkpoint-N.pth files of `folder`, newest epoch first."""
     found = [path for path in folder.glob("checkpoint-*.pth") if re.fullmatch(r"checkpoint-\d+", path.stem)]
     return sorted(found, key=number_of, reverse=True)
+
+
+def any_checkpoint(folder: Path) -> bool:
+    return bool(numbered_checkpoints(folder)) or (folder / LAST).exists()
 
 
 def number_of(path: Path) -> int:

@@ -19,7 +19,7 @@ from util.arguments import (
 )
 from util.datasets import SeededDataset, build_eval_dataset
 from util.features import FeatureCache, FeatureSet, extract_features, file_hash, fingerprint
-from util.misc import ArgumentParser, UserError, amp_dtype, init_distributed_mode, logger
+from util.misc import ArgumentParser, UserError, amp_dtype, init_distributed_mode, logger, precision
 from util.sources import image_names
 
 
@@ -66,7 +66,7 @@ class Subject:
             "model": args.model,
             "pooling": "global_pool" if args.global_pool else "cls_token",
             "input_size": list(args.input_size),
-            "precision": str(amp_dtype(args.amp, self.device) or torch.float32).removeprefix("torch."),
+            "precision": precision(args.amp, self.device),
         }
 
     def data_settings(self) -> dict:

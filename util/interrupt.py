@@ -1,12 +1,11 @@
 """An orderly end on SIGTERM, SIGUSR1 and SIGUSR2, which is what schedulers send before they kill."""
 
+import os
 import signal
 
 import torch
 
-from util.misc import all_reduce_max
-
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+from util.misc import STOP_SIGNALS, all_reduce_max
 
 
 class StopRequest:
@@ -14,9 +13,11 @@ class StopRequest:
 
     def __init__(self):
         self.received: set[signal.Signals] = set()
+        # Processes whose torchrun is gone must not train on: a new one may be writing to the same folder.
+        self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
     def __enter__(self) -> "StopRequest":
-        self._handlers = {number: signal.signal(number, self._remember) for number in SIGNALS}
+        self._handlers = {number: signal.signal(number, self._remember) for number in STOP_SIGNALS}
         return self
 
     def __exit__(self, *_) -> None:
@@ -27,11 +28,16 @@ class StopRequest:
         self.received.add(signal.Signals(number))
 
     def agreed(self) -> bool:
-        """Whether any process got a signal: the same answer on all, which must all ask. Waits for no device."""
-        return bool(all_reduce_max(torch.tensor(bool(self.received), dtype=torch.uint8)))
+        """Whether any process is to stop: the same answer on all, which must all ask. Waits for no device."""
+        return bool(all_reduce_max(torch.tensor(bool(self.received) or self.orphaned(), dtype=torch.uint8)))
+
+    def orphaned(self) -> bool:
+        return self._launcher is not None and os.getppid() != self._launcher
 
     def names(self) -> str:
-        return ", ".join(sorted(number.name for number in self.received)) or "a signal to another process"
+        if self.received:
+            return ", ".join(sorted(number.name for number in self.received))
+        return "the end of torchrun" if self.orphaned() else "a signal to another process"
 
 
 def outlive_signals(_worker: int = 0) -> None:
@@ -39,5 +45,5 @@ def outlive_signals(_worker: int = 0) -> None:
 
     They end when the main process tells them to, or is gone.
     """
-    for number in (*SIGNALS, signal.SIGINT):
+    for number in (*STOP_SIGNALS, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)

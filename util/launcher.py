@@ -20,9 +20,11 @@ from pathlib import Path
 
 import submitit
 import torch.distributed as dist
-from submitit.core.utils import FailedJobError, FailedSubmissionError
+from submitit.core import utils
+from submitit.core.utils import FailedJobError, FailedSubmissionError, UncompletedJobError
 
 from util.arguments import DEFAULT_OUTPUT_DIR, check_at_least
+from util.checkpoint import any_checkpoint
 from util.misc import ArgumentParser, Interrupted, UserError, end_children, logger, setup_logging
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,7 +33,7 @@ PATIENCE = 30 * 60  # seconds that a saved job waits for the cluster to end it; 
 MOST_TIMEOUTS = 10_000  # requeues after a time-out; in effect, until the run is done
 
 
-def add_cluster_arguments(parser: ArgumentParser) -> None:
+def add_job_arguments(parser: ArgumentParser) -> None:
     job = parser.add_argument_group("job")
     job.add_argument("--job_dir", default="./output_dir/%j", help="logs, and results unless --output_dir; %%j: job id")
     job.add_argument("--nodes", default=2, type=int, help="number of nodes")
@@ -49,7 +51,7 @@ def add_cluster_arguments(parser: ArgumentParser) -> None:
         "--cluster",
         default="slurm",
         choices=["slurm", "local", "debug"],
-        help="local: processes on this machine; debug: in this very process",
+        help="local: processes on this machine; debug: in this very process, with pdb after an error",
     )
     job.add_argument(
         "--array",
@@ -58,6 +60,13 @@ def add_cluster_arguments(parser: ArgumentParser) -> None:
         metavar="FLAG=V1,V2",
         help="a job for each value, as in seed=0,1,2; several multiply",
     )
+
+
+def job_flags() -> set[str]:
+    """Names of the flags above, which say nothing about a run itself."""
+    parser = ArgumentParser()
+    add_job_arguments(parser)
+    return set(vars(parser.parse_args([])))
 
 
 class Run:
@@ -81,13 +90,17 @@ class Run:
             end_children()
 
     def own_args(self, job_id: str) -> Namespace:
+        """The flags for this start of the job, which may not be its first. A cluster may also restart a job by itself,
+        after a node failed. So it is the folder that tells: a run that is there goes on, whatever it began with."""
         args = copy.deepcopy(self.args)
         args.output_dir = args.output_dir.replace("%j", job_id)
+        begun = args.output_dir and any_checkpoint(Path(args.output_dir))
+        if "resume" in args and not getattr(args, "eval", False) and (begun or not args.resume):
+            args.resume = "auto"
         return args
 
     def checkpoint(self) -> submitit.helpers.DelayedSubmission:
-        """What submitit puts back into the queue. The flags say --resume auto from the beginning, because a cluster may
-        also restart a job by itself, after a node failed."""
+        """What submitit puts back into the queue."""
         return submitit.helpers.DelayedSubmission(self)
 
 
@@ -108,7 +121,7 @@ def requeue(environment: submitit.JobEnvironment, stop: Interrupted) -> None:
     and requeues one that was preempted, but only if that has not ended by itself.
     """
     asked_to_requeue = signal.Signals[f"SIG{environment.USR_SIG}"]
-    if asked_to_requeue in stop.received:
+    if asked_to_requeue in stop.received and callable(signal.getsignal(asked_to_requeue)):
         signal.raise_signal(asked_to_requeue)
     if environment.cluster == "slurm":
         # Also, the end of one process would end the others, perhaps before the first has reached the scheduler.
@@ -120,14 +133,17 @@ def launch(program: str, parser: ArgumentParser, argv: list[str] | None = None) 
     """Submit `program`, a module with a `main`, with the flags of `parser` and those of the job."""
     argv = sys.argv[1:] if argv is None else argv
     parser.prog = Path(sys.argv[0]).name
-    add_cluster_arguments(parser)
+    add_job_arguments(parser)
     parser.set_defaults(device=None)  # the default is that of the job's machines, not of this one
     setup_logging()
     try:
         args = parser.parse_args(argv)
-        variants = [parser.parse_args([*argv, *flags]) for flags in combinations(args.array)]
-        executor = build_executor(program, args)
-        return submit(executor, [Run(program, program_args(variant)) for variant in variants], args)
+        variants = [program_args(parser.parse_args([*argv, *flags])) for flags in combinations(args.array)]
+        if len(variants) > 1 and "%j" not in variants[0].output_dir:
+            raise UserError(
+                f"--array: the runs would share {variants[0].output_dir}; put %j, the job id, into its name"
+            )
+        return submit(build_executor(program, args), [Run(program, variant) for variant in variants], args)
     except UserError as error:
         logger.error("%s", error)
         sys.exit(error.exit_code)
@@ -138,9 +154,12 @@ def combinations(array: list[str]) -> list[list[str]]:
     choices = []
     for entry in array:
         name, equals, values = entry.partition("=")
+        name = name.removeprefix("--")
         if not name or not equals or not all(values.split(",")):
             raise UserError(f"--array {entry}: give a flag and its values, as in --array seed=0,1,2")
-        choices.append([(f"--{name.removeprefix('--')}", value) for value in values.split(",")])
+        if name in job_flags():
+            raise UserError(f"--array {entry}: --{name} is the same for all runs of an array")
+        choices.append([(f"--{name}", value) for value in values.split(",")])
     return [list(itertools.chain(*choice)) for choice in itertools.product(*choices)]
 
 
@@ -150,9 +169,7 @@ def program_args(args: Namespace) -> Namespace:
         args.output_dir = args.job_dir
     if args.device is None:
         args.device = "cuda" if args.ngpus else "cpu"
-    if "resume" in args and not args.resume:
-        args.resume = "auto"
-    return args
+    return Namespace(**{name: value for name, value in vars(args).items() if name not in job_flags()})
 
 
 def build_executor(program: str, args: Namespace) -> submitit.AutoExecutor:
@@ -167,6 +184,7 @@ def build_executor(program: str, args: Namespace) -> submitit.AutoExecutor:
     # A job starts in the current folder, which need not be the project's.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     executor = submitit.AutoExecutor(args.job_dir, cluster=args.cluster, slurm_max_num_timeout=MOST_TIMEOUTS)
+    cpus = args.cpus_per_task or args.num_workers + 1
     constraint = "&".join(filter(None, [args.constraint, "volta32gb" if args.use_volta32 else None]))
     slurm = {
         "partition": args.partition,
@@ -175,15 +193,15 @@ def build_executor(program: str, args: Namespace) -> submitit.AutoExecutor:
         "constraint": constraint or None,
         "comment": args.comment,
         "signal_delay_s": min(SIGNAL_DELAY, 60 * args.timeout // 4),
-        # One process that fails ends them all, at once.
-        "srun_args": ["--kill-on-bad-exit=1"],
+        # One process that fails ends them all, at once. And a step has to ask for its CPUs anew.
+        "srun_args": ["--kill-on-bad-exit=1", f"--cpus-per-task={cpus}"],
     }
     common = {
         "name": program.removeprefix("main_"),
         "nodes": args.nodes,
         "tasks_per_node": max(args.ngpus, 1),
         "gpus_per_node": args.ngpus or None,
-        "cpus_per_task": args.cpus_per_task or args.num_workers + 1,
+        "cpus_per_task": cpus,
         "mem_gb": args.mem_gb,
         "timeout_min": args.timeout,
     }
@@ -193,23 +211,40 @@ def build_executor(program: str, args: Namespace) -> submitit.AutoExecutor:
 
 
 def submit(executor: submitit.AutoExecutor, runs: list[Run], args: Namespace) -> list[submitit.Job]:
-    jobs = []
+    """SLURM takes all runs at once; on this machine they run one after the other, as its devices are not shared out."""
+    if args.cluster != "slurm":
+        return [wait_for(executor.submit(run), args) for run in runs]
     try:
-        if args.cluster == "slurm":
-            with executor.batch():  # more than one run is a job array
-                jobs = [executor.submit(run) for run in runs]
-        for run in runs if not jobs else ():
-            jobs.append(executor.submit(run))
-            describe(jobs[-1], args)
-            jobs[-1].results()  # one after the other: this machine's devices are not shared out
-            with suppress(OSError):  # submitit makes an empty folder of that very name
-                Path(args.job_dir).rmdir()
+        with executor.batch():  # more than one run is a job array
+            jobs = [executor.submit(run) for run in runs]
     except (FailedSubmissionError, FailedJobError) as error:
-        raise UserError(f"the job was not accepted, or failed: {error}") from None
-    if args.cluster == "slurm":
-        for job in jobs:
-            describe(job, args)
+        raise UserError(f"the job was not accepted: {error}") from None
+    for job in jobs:
+        describe(job, args)
     return jobs
+
+
+def wait_for(job: submitit.Job, args: Namespace) -> submitit.Job:
+    describe(job, args)
+    try:
+        job.results()
+    except UncompletedJobError as error:
+        raise UserError(f"job {job.job_id} failed: {failure(job) or error}") from None
+    finally:
+        with suppress(OSError):  # submitit makes an empty folder of that very name
+            Path(args.job_dir).rmdir()
+    return job
+
+
+def failure(job: submitit.Job) -> str | None:
+    """The traceback of the process that failed first, as far as it left one. The others only tell that they lost it."""
+    tracebacks = []
+    for task in range(job.num_tasks):
+        file = job.task(task).paths.result_pickle
+        if file.exists():
+            outcome, result = utils.pickle_load(file)
+            tracebacks += [result] if outcome == "error" else []
+    return min(tracebacks, key=lambda text: "by peer" in text, default=None)
 
 
 def describe(job: submitit.Job, args: Namespace) -> None:

@@ -1,6 +1,7 @@
 """What every program shares: errors, logging, seeds, devices, processes, mixed precision, the optimizer step."""
 
 import argparse
+import datetime
 import hashlib
 import logging
 import multiprocessing
@@ -20,6 +21,9 @@ from torch.optim import Optimizer
 from tqdm import tqdm
 
 logger = logging.getLogger("clmae")
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # they ask for an orderly end
+PATIENCE = datetime.timedelta(minutes=10)  # how long processes wait for one that does not answer
 
 
 class UserError(ValueError):
@@ -62,12 +66,14 @@ def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentPar
     try:
         main(args)
     except (UserError, TrainingDiverged) as error:
-        if get_rank() > 0:
+        if int(os.environ.get("RANK", 0)) > 0:
             # A mistake in a flag is every process's mistake. The launcher ends the others once the first has told it.
             time.sleep(2)
         logger.error("%s", error)
         leave(error.exit_code)
     except Interrupted as error:
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)  # it is about to end
         logger.warning("%s", error)
         leave(error.exit_code, together=True)
     except KeyboardInterrupt:
@@ -84,12 +90,16 @@ def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentPar
 
 def report_failure(error: Exception) -> None:
     """Tell which of several processes failed, and why; and how the others learnt of it."""
-    if isinstance(error, dist.DistError) or "gloo" in str(error):
-        reason = str(error).splitlines()[0]
-        logger.error("process %d: another process is gone or does not answer (%s)", get_rank(), reason)
+    if lost_another(error):
+        logger.error("process %d: another process is gone (%s)", get_rank(), str(error).splitlines()[0])
         return
     logger.error("process %d failed:\n%s", get_rank(), traceback.format_exc())
     get_error_handler().record_exception(error)  # for torchrun's summary
+
+
+def lost_another(error: Exception) -> bool:
+    """Whether this is the echo of another process's end."""
+    return isinstance(error, RuntimeError) and "by peer" in str(error)  # gloo: "Connection closed", "reset by peer"
 
 
 def leave(code: int, together: bool = False) -> None:
@@ -170,14 +180,15 @@ def init_distributed_mode(args: argparse.Namespace) -> torch.device:
     args.world_size = int(os.environ.get("WORLD_SIZE", 1))
     if args.world_size == 1:
         return device
+    if "RANK" not in os.environ:
+        raise UserError("WORLD_SIZE is set, but RANK is not: start several processes with torchrun")
     backend = "gloo"
     if device.type == "cuda":
         backend = "cpu:gloo,cuda:nccl"
         device = torch.device("cuda", own_gpu(int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()))
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        backend, init_method=args.dist_url, rank=int(os.environ["RANK"]), world_size=args.world_size
-    )
+    rank = int(os.environ["RANK"])
+    dist.init_process_group(backend, init_method=args.dist_url, rank=rank, world_size=args.world_size, timeout=PATIENCE)
     if not is_main_process():
         logger.setLevel(logging.ERROR)  # the first process speaks for all
     return device
@@ -302,7 +313,8 @@ def mean_in_rank_order(_, bucket: dist.GradBucket) -> torch.futures.Future[torch
     parts = [torch.empty_like(bucket.buffer()) for _ in range(get_world_size())]
     work = dist.all_gather(parts, bucket.buffer(), async_op=True)
 
-    def mean(_) -> torch.Tensor:
+    def mean(exchanged: torch.futures.Future) -> torch.Tensor:
+        exchanged.value()  # raises if the exchange failed
         total = parts[0]
         for part in parts[1:]:
             total += part
@@ -318,6 +330,11 @@ def amp_dtype(amp: str, device: torch.device) -> torch.dtype | None:
             return None
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
     return {"bf16": torch.bfloat16, "fp16": torch.float16, "off": None}[amp]
+
+
+def precision(amp: str, device: torch.device) -> str:
+    """The name of what `--amp` means on `device`."""
+    return str(amp_dtype(amp, device) or torch.float32).removeprefix("torch.")
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:

@@ -4,7 +4,7 @@ import datetime
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
 import torch
@@ -97,6 +97,30 @@ class LossGuard:
                 "Checkpoints written before are untouched. Try a lower --blr, --clip_grad 1, or --amp off"
             )
         return False
+
+
+class Board(SummaryWriter):
+    """TensorBoard files that a run can do without: a full disk ends them, and not the run."""
+
+    broken = False
+
+    def add_scalar(self, *args, **kwargs) -> None:
+        self._attempt(super().add_scalar, *args, **kwargs)
+
+    def add_image(self, *args, **kwargs) -> None:
+        self._attempt(super().add_image, *args, **kwargs)
+
+    def flush(self) -> None:
+        self._attempt(super().flush)
+
+    def _attempt(self, write: Callable[..., None], *args, **kwargs) -> None:
+        if self.broken:
+            return
+        try:
+            write(*args, **kwargs)
+        except OSError as error:
+            self.broken = True
+            logger.error("cannot write to TensorBoard's files in %s (%s); they end here", self.log_dir, error.strerror)
 
 
 class Progress:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from util import checkpoint as ckpt
-from util.misc import UserError, gather_objects, logger
+from util.misc import UserError, gather_objects, is_main_process, logger
 from util.sources import image_names
 from util.state import TrainingState
 
@@ -16,7 +16,7 @@ FREE = {
     *("output_dir", "log_dir", "save_every", "save_minutes", "keep", "vis_every", "knn_every"),
     *("resume", "init", "start_epoch", "allow_changes"),
     *("data_path", "download", "class_list", "max_bad_images", "num_workers", "pin_mem"),
-    *("device", "compile", "batch_size", "global_batch_size", "cmm_lr"),
+    *("device", "amp", "compile", "batch_size", "global_batch_size", "cmm_lr"),
     *("world_size", "local_rank", "dist_on_itp", "dist_url"),
 }
 
@@ -51,18 +51,26 @@ def find_checkpoint(args: Namespace) -> tuple[dict, str] | None:
     """The checkpoint that `--resume` names, and its file."""
     folder = Path(args.output_dir) if args.output_dir else None
     if args.resume == "auto":
-        newest = ckpt.newest_checkpoint(folder) if folder else None
-        if newest is None:
-            logger.info("--resume auto: no checkpoint in %s, starting from the beginning", folder)
-            return None
-        return newest[0], str(newest[1])
+        return newest_for_all(folder)
     if args.resume:
         return ckpt.load_checkpoint(args.resume), args.resume
-    if folder and (ckpt.numbered_checkpoints(folder) or (folder / ckpt.LAST).exists()):
+    if folder and ckpt.any_checkpoint(folder):
         raise UserError(
             f"--output_dir {folder} holds another run's checkpoints; add --resume auto to continue it, "
             "or choose another folder"
         )
+    return None
+
+
+def newest_for_all(folder: Path | None) -> tuple[dict, str] | None:
+    """The first process chooses, so that all take the same file."""
+    newest = ckpt.newest_checkpoint(folder) if folder and is_main_process() else None
+    path = gather_objects(newest and str(newest[1]))[0]
+    if path is not None:
+        return (newest[0] if newest else ckpt.load_checkpoint(path)), path
+    if folder and ckpt.any_checkpoint(folder):
+        raise UserError(f"none of the checkpoints in {folder} can be read; remove them to start from the beginning")
+    logger.info("--resume auto: no checkpoint in %s, starting from the beginning", folder)
     return None
 
 
@@ -74,8 +82,9 @@ def go_on(state: TrainingState, checkpoint: dict, source: str, steps_per_epoch: 
                 f"{source} was trained with other settings: {listing}. Give the same, or --allow_changes to go on"
             )
         logger.warning("going on from %s with other settings: %s", source, listing)
-    state.load(checkpoint, source)
     start = Start(checkpoint["epoch"] + 1)
+    refuse_later_checkpoints(start.epoch, args)
+    state.load(checkpoint, source)
     if log := checkpoint.get("log"):
         if log["iterations"] == steps_per_epoch * args.accum_iter:
             start.steps_done, start.log_state = checkpoint["step"] - start.epoch * steps_per_epoch, log
@@ -83,6 +92,18 @@ def go_on(state: TrainingState, checkpoint: dict, source: str, steps_per_epoch: 
             logger.warning("epochs have another length now: epoch %d starts over", start.epoch)
     logger.info("resuming from %s: epoch %d, after %d of its updates", source, start.epoch, start.steps_done)
     return start
+
+
+def refuse_later_checkpoints(epoch: int, args: Namespace) -> None:
+    """A run that goes on from an older file would soon be mistaken for the newer one in the same folder."""
+    if not args.output_dir or args.resume == "auto":
+        return
+    later = [path for path in ckpt.numbered_checkpoints(Path(args.output_dir)) if ckpt.number_of(path) >= epoch]
+    if later:
+        raise UserError(
+            f"--output_dir {args.output_dir} holds {later[-1].name}, which is later than --resume {args.resume}; "
+            "remove it and those after it, or choose another folder"
+        )
 
 
 def differences(theirs: dict, ours: dict) -> list[str]:
@@ -106,7 +127,7 @@ def identity(args: dict) -> dict:
 
 
 def shown(name: str) -> str:
-    return name if " " in name else f"--{name}"
+    return name if " " in name or name == "precision" else f"--{name}"
 
 
 def data_identity(source, args: Namespace) -> str:

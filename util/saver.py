@@ -36,17 +36,18 @@ class Saver:
     def after_epoch(self, epoch: int, step: int) -> None:
         """Save, under the epoch's number too where that is due; the last epoch's always is."""
         finished = epoch + 1 == self.args.epochs
-        numbered = f"checkpoint-{epoch}.pth"
+        stopping = not finished and self.stop.agreed()
         if finished or (epoch + 1) % self.args.save_every == 0:
             # The numbered file comes first: a run killed between the two finds it, and lacks nothing.
-            if self.write(numbered, epoch, step, insist=finished):
+            numbered = f"checkpoint-{epoch}.pth"
+            if self.write(numbered, epoch, step, insist=finished or stopping):
                 self.link_last(numbered)
                 self.drop_old()
         else:
-            self.write(ckpt.LAST, epoch, step)
+            self.write(ckpt.LAST, epoch, step, insist=stopping)
         if finished:
             wait_for_the_writer()
-        elif self.stop.agreed():
+        elif stopping:
             self.end(step)
 
     def due(self) -> bool:
@@ -96,12 +97,10 @@ class Saver:
 
     def end(self, step: int) -> None:
         wait_for_the_writer()
-        saved = f"saved as {self.folder / ckpt.LAST}" if self.folder else "nothing is saved without --output_dir"
-        raise Interrupted(
-            f"stopped by {self.stop.names()} after step {step}: {saved}; --resume auto goes on", self.stop.received
-        )
+        saved = f"saved as {self.folder / ckpt.LAST}; --resume auto goes on" if self.folder else "--output_dir is empty"
+        raise Interrupted(f"stopped by {self.stop.names()} after step {step}: {saved}", self.stop.received)
 
 
 def wait_for_the_writer() -> None:
     """The first process that leaves may take the others with it: so nobody does before the checkpoint is written."""
-    gather_objects(None)
+    gather_objects(None)  # a barrier that needs no GPU

@@ -37,6 +37,11 @@ class TrainingState:
                 )
             if isinstance(part, torch.nn.Module):
                 ckpt.load_weights(part, checkpoint[name], source)
+            elif isinstance(part, torch.optim.Optimizer):
+                decay = [group["weight_decay"] for group in part.param_groups]  # this run's, which may be another
+                part.load_state_dict(checkpoint[name])
+                for group, value in zip(part.param_groups, decay, strict=True):
+                    group["weight_decay"] = value
             else:
                 part.load_state_dict(checkpoint[name])
 
