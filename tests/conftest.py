@@ -19,21 +19,31 @@ from torch import nn
 
 from models_mae import MaskedAutoencoderViT
 from util.datasets import pixel_statistics
-from util.misc import logger, run
+from util.misc import STOP_SIGNALS, logger, run
 from util.shapes import CAMOUFLAGED, ShapesDataset
 
 ROOT = Path(__file__).parent.parent
 DATA = Path(__file__).parent / "data"
+LONG = (
+    "test_launcher",
+    "test_slurm_cluster",
+    "test_exact_resume",
+    "test_curriculum",
+    "test_end_to_end",
+    "test_distributed",
+)
 
 torch.set_num_threads(1)  # small models: two test processes with a thread each beat one with two
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that share something dear, such as a cluster, go to the same one of several test processes."""
+    """Tests that share something dear, such as a cluster, go to the same one of several test processes. The long ones
+    start first, so that at the end no process waits for another."""
     for item in items:
         for name in ("slurm", "worlds"):
             if name in item.fixturenames:
                 item.add_marker(pytest.mark.xdist_group(name))
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
 
 
 @pytest.fixture(scope="session")
@@ -99,7 +109,10 @@ def program(monkeypatch, capsys):
         captured = capsys.readouterr()
         return code, captured.out, captured.err
 
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield call
+    for number, handler in handlers.items():  # a program that is about to end ignores them
+        signal.signal(number, handler)
     logger.handlers.clear()  # they hold this test's captured streams
 
 

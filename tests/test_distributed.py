@@ -121,6 +121,19 @@ def test_a_process_that_dies_is_reported_within_seconds(background, tmp_path):
     assert (tmp_path / "out" / "checkpoint-last.pth").exists()
 
 
+def test_processes_whose_torchrun_is_gone_save_and_end(background, tmp_path):
+    """A new torchrun may be about to continue the run in the same folder."""
+    process, said = background(torchrun(2, ROOT / "main_pretrain.py", *SMALL, "--output_dir", tmp_path / "out"))
+    wait_for("epoch 0 done", said, process)
+    process.kill()
+    process.wait()
+    end = time.monotonic() + 30
+    while processes_with(str(tmp_path / "out")):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    assert "stopped by the end of torchrun after step" in said.read_text()
+
+
 def test_a_mistake_is_told_once(tmp_path):
     flags = ("--output_dir", tmp_path / "out", "--global_batch_size", 7)
     done = subprocess.run(

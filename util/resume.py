@@ -10,7 +10,7 @@ from util.misc import UserError, gather_objects, is_main_process, logger
 from util.sources import image_names
 from util.state import TrainingState
 
-# Flags that may change from one part of a run to the next, because they change no result. All others must agree.
+# Flags that may change from one part of a run to the next: they change no result but for rounding. Others must agree.
 # Some are compared by what they lead to (see `identity`): where the images lie may change, the images may not.
 FREE = {
     *("output_dir", "log_dir", "save_every", "save_minutes", "keep", "vis_every", "knn_every"),
