@@ -3,7 +3,7 @@
 # The environment in .venv is built from the requirements files and rebuilt only when they change.
 
 PYTHON ?= python3
-JOBS ?= 3
+JOBS ?= 2
 VENV := .venv
 STAMP := $(VENV)/.installed
 

@@ -14,9 +14,11 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from slurm import slurm_fixture  # noqa: F401
 from torch import nn
 
+import main_pretrain
 from models_mae import MaskedAutoencoderViT
 from util.datasets import pixel_statistics
 from util.misc import STOP_SIGNALS, logger, run
@@ -36,6 +38,7 @@ LONG = (
 torch.set_num_threads(1)  # small models: two test processes with a thread each beat one with two
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that share something dear, such as a cluster, go to the same one of several test processes. The long ones
     start first, so that at the end no process waits for another."""
@@ -114,6 +117,21 @@ def program(monkeypatch, capsys):
     for number, handler in handlers.items():  # a program that is about to end ignores them
         signal.signal(number, handler)
     logger.handlers.clear()  # they hold this test's captured streams
+
+
+@pytest.fixture
+def cli(program):
+    """main_pretrain.py with the given flags."""
+    return partial(program, main_pretrain)
+
+
+@pytest.fixture
+def one_class(tmp_path):
+    for split in ("train", "val"):
+        folder = tmp_path / "data" / split / "only"
+        folder.mkdir(parents=True)
+        Image.new("RGB", (20, 30), (200, 30, 90)).save(folder / "a.jpg")
+    return tmp_path / "data"
 
 
 @pytest.fixture

@@ -156,7 +156,7 @@ class Cluster:
         """How often a job was requeued."""
         return int(re.search(r"Restarts=(\d+)", self.run("scontrol", "show", "job", str(job_id)))[1])
 
-    def wait(self, job_id: int | str, *states: str, timeout: float = 120) -> str:
+    def wait(self, job_id: int | str, *states: str, timeout: float = 240) -> str:
         """Waits until a job is in one of the states, and returns which."""
         deadline = time.monotonic() + timeout
         while (state := self.state(job_id)) not in states:

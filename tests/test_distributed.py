@@ -28,7 +28,7 @@ def torchrun(processes, *command):
     ]
 
 
-def wait_for(text, said, process, seconds=120):
+def wait_for(text, said, process, seconds=240):
     end = time.monotonic() + seconds
     while text not in said.read_text():
         assert process.poll() is None, said.read_text()

@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import ROOT, processes_with
+from small_runs import assert_same_training, checkpoint
 from test_distributed import ENVIRONMENT, torchrun
 
 KILLS = 6  # in one process, and as many under torchrun
@@ -45,22 +45,6 @@ def kill(process: subprocess.Popen, folder: Path, moments: random.Random) -> Non
             return
         time.sleep(0.1)
     raise AssertionError("processes are left over")
-
-
-def assert_identical(a: object, b: object) -> None:
-    assert type(a) is type(b)
-    if isinstance(a, torch.Tensor):
-        assert torch.equal(a, b)
-    elif isinstance(a, dict):
-        assert a.keys() == b.keys()
-        for name in a:
-            assert_identical(a[name], b[name])
-    elif isinstance(a, list | tuple):
-        assert len(a) == len(b)
-        for ours, theirs in zip(a, b, strict=True):
-            assert_identical(ours, theirs)
-    else:
-        assert a == b
 
 
 @pytest.fixture(scope="module")
@@ -100,8 +84,6 @@ def test_killed_runs_end_as_if_nothing_had_happened(background, uninterrupted, t
     assert done.returncode == 0, done.stderr
 
     whole = uninterrupted(processes)
-    for name in ("checkpoint-1.pth", "checkpoint-9.pth", "checkpoint-last.pth"):
-        ours, theirs = (torch.load(run / name, weights_only=True) for run in (folder, whole))
-        ours.pop("args"), theirs.pop("args")
-        assert_identical(ours, theirs)
+    for name in (1, 9, "last"):
+        assert_same_training(checkpoint(folder, name), checkpoint(whole, name))
     assert (folder / "log.txt").read_bytes() == (whole / "log.txt").read_bytes()

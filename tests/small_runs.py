@@ -1,0 +1,41 @@
+"""Small pretraining runs, what they leave, and how to compare them."""
+
+import json
+from pathlib import Path
+
+import torch
+
+SMALL = (
+    *("--model", "mae_vit_micro_patch4", "--input_size", "16", "--norm_pix_loss", "--data_set", "shapes"),
+    *("--shapes_images", "48", "--batch_size", "16", "--epochs", "2", "--warmup_epochs", "1", "--num_workers", "0"),
+    *("--cmm_depth", "1", "--device", "cpu"),
+)
+
+
+def checkpoint(folder: Path, epoch: int | str = 1) -> dict:
+    return torch.load(folder / f"checkpoint-{epoch}.pth", weights_only=True)
+
+
+def log_lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "log.txt").read_text().splitlines()]
+
+
+def assert_same_training(a: dict, b: dict) -> None:
+    """All of two checkpoints but for their flags, bit for bit."""
+    assert_identical({**a, "args": None}, {**b, "args": None})
+
+
+def assert_identical(a: object, b: object) -> None:
+    assert type(a) is type(b)
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b)
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for name in a:
+            assert_identical(a[name], b[name])
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b)
+        for ours, theirs in zip(a, b, strict=True):
+            assert_identical(ours, theirs)
+    else:
+        assert a == b
