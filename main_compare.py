@@ -8,23 +8,17 @@ A folder is the --output_dir of one or more evaluations (kNN, linear probing, fe
 
 import math
 import os
-import re
 import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
-import matplotlib
 from matplotlib.figure import Figure
 
 from util.compare import FEW_SHOT, RESULTS, Row, Run, compare, read_run, weights
-from util.misc import ArgumentParser, UserError, logger, run
+from util.figures import COLOURS, MARKERS, save_figure, short_names, verbatim
+from util.misc import ArgumentParser, UserError, file_name, logger, run
 from util.tables import SIGNIFICANT, as_csv, as_markdown, as_tex, as_text, build_tables, markdown
-
-# Okabe and Ito's palette, which the colour-blind can tell apart. Seven colours and eight markers: a pair repeats after
-# 56 runs. Its yellow is left out, being hard to see on white.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 
 def get_args_parser() -> ArgumentParser:
@@ -54,15 +48,6 @@ def check_args(args: Namespace) -> None:
 
 def first_repeated(items: list) -> object | None:
     return next((item for at, item in enumerate(items) if item in items[:at]), None)
-
-
-def short_names(paths: list[Path]) -> list[str]:
-    """As much of the paths' ends as it takes to tell them apart."""
-    for depth in range(1, max(len(path.parts) for path in paths) + 1):
-        names = ["/".join(path.parts[1:][-depth:]) for path in paths]
-        if len(set(names)) == len(names):
-            break
-    return names
 
 
 def table_notes(names: list[str], rows: list[Row]) -> list[str]:
@@ -153,20 +138,12 @@ def few_shot_figure(data: str, rows: list[Row], names: list[str]) -> Figure:
     return figure
 
 
-def verbatim(text: str) -> str:
-    """Text that matplotlib shows as it is: no formula between dollars, no label hidden for its leading underscore."""
-    return (" " if text.startswith("_") else "") + text.replace("$", r"\$")
-
-
 def write_figures(rows: list[Row], names: list[str], output_dir: Path) -> None:
     """fewshot-DATA.png and .pdf for every data set."""
     few_shot = [row for row in rows if row.protocol == FEW_SHOT]
     for data in dict.fromkeys(row.data for row in few_shot):
         figure = few_shot_figure(data, [row for row in few_shot if row.data == data], names)
-        stem = output_dir / ("fewshot-" + re.sub(r"[^\w.-]+", "_", data))
-        figure.savefig(f"{stem}.png", dpi=200)
-        with matplotlib.rc_context({"pdf.fonttype": 42}):  # TrueType: some venues refuse Type 3 fonts
-            figure.savefig(f"{stem}.pdf", metadata={"CreationDate": None})  # equal runs, equal files
+        save_figure(figure, output_dir / f"fewshot-{file_name(data)}")
 
 
 def write_files(names: list[str], rows: list[Row], notes: list[str], output_dir: Path) -> None:

@@ -23,7 +23,13 @@ def add_data_arguments(parser: ArgumentParser) -> None:
     data.add_argument(
         "--split", default=None, type=float, help="train on this share of each class, where there is no val or test"
     )
-    data.add_argument("--split_seed", default=0, type=int, help="seed of that split")
+    data.add_argument("--split_seed", default=0, type=int, help="seed of that split, and of --max_images")
+    data.add_argument(
+        "--max_images",
+        default=None,
+        type=int,
+        help="use so many randomly chosen images of each split, for quick trials",
+    )
     data.add_argument("--max_bad_images", default=100, type=int, help="unreadable images met before the run fails")
     data.add_argument("--shapes_images", default=10_000, type=int, help="training images of --data_set shapes")
     data.add_argument("--num_workers", default=10, type=int, help="loader processes; their number changes no result")
@@ -92,6 +98,15 @@ def check_at_least(args: Namespace, minimum: float, *names: str) -> None:
             raise UserError(f"--{name} {getattr(args, name)} {demand}")
 
 
+def check_data_args(args: Namespace) -> None:
+    if args.split is not None and not 0 < args.split < 1:
+        raise UserError(f"--split {args.split}: the share of training images lies between 0 and 1")
+    if args.max_images is not None:
+        check_at_least(args, 1, "max_images")
+    check_at_least(args, 1, "shapes_images")
+    check_at_least(args, 0, "max_bad_images", "num_workers")
+
+
 def check_shared_args(args: Namespace) -> None:
     """Refuse impossible values of the flags above by name, and settle what follows from other flags."""
     if args.input_size is not None:
@@ -103,9 +118,6 @@ def check_shared_args(args: Namespace) -> None:
         raise UserError(f"--in_chans {args.in_chans}: image files have 1 (grey), 3 (RGB) or 4 (RGBA) channels")
     if args.dist_on_itp or (args.world_size > 1 and "WORLD_SIZE" not in os.environ):
         raise UserError("--dist_on_itp and --world_size start nothing; use torchrun for several processes")
-    if args.split is not None and not 0 < args.split < 1:
-        raise UserError(f"--split {args.split}: the share of training images lies between 0 and 1")
-    check_at_least(args, 1, "shapes_images")
-    check_at_least(args, 0, "max_bad_images", "num_workers")
+    check_data_args(args)
     if args.log_dir == DEFAULT_OUTPUT_DIR:
         args.log_dir = args.output_dir

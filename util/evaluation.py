@@ -1,6 +1,5 @@
 """What the evaluations share: the frozen encoder, the labelled data, and the features that join them."""
 
-import re
 from argparse import Namespace
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +18,7 @@ from util.arguments import (
 )
 from util.datasets import SeededDataset, build_eval_dataset
 from util.features import FeatureCache, FeatureSet, extract_features, file_hash, fingerprint
-from util.misc import ArgumentParser, UserError, amp_dtype, init_distributed_mode, logger, precision
+from util.misc import ArgumentParser, UserError, amp_dtype, file_name, init_distributed_mode, logger, precision
 from util.sources import image_names
 
 
@@ -57,7 +56,7 @@ class Subject:
     @property
     def file_name(self) -> str:
         """The data's name, fit for a file."""
-        return re.sub(r"[^\w.-]+", "_", self.data_name)
+        return file_name(self.data_name)
 
     def settings(self) -> dict:
         """All that makes this encoder's features what they are, but for its weights and the images."""
@@ -71,7 +70,9 @@ class Subject:
 
     def data_settings(self) -> dict:
         """How the images were chosen, as far as flags say so."""
-        names = ("split", "split_seed") if self.args.split else ()
+        names = ("split",) if self.args.split else ()
+        names += ("max_images",) if self.args.max_images else ()
+        names += ("split_seed",) if names else ()
         names += ("num_classes", "class_seed") if self.args.num_classes else ()
         names += ("class_list",) if self.args.class_list else ()
         return {name: getattr(self.args, name) for name in names}

@@ -18,7 +18,7 @@ from util.interrupt import outlive_signals
 from util.misc import UserError, autocast, gather_objects, gather_rows, is_main_process, logger, share_of_rank
 from util.progress import tracked
 from util.shapes import ShapesDataset
-from util.sources import ImageList, labels_of
+from util.sources import ImageList, Subset, labels_of
 
 FORMAT = 1  # of the cache; a new number makes every older file a stranger
 
@@ -164,6 +164,8 @@ def fingerprint(source, names: list[str]) -> str:
     if isinstance(source, ImageList):
         for name, (path, label) in zip(names, source.samples, strict=True):
             digest.update(f"{name}\0{file_size(path)}\0{label}\n".encode(errors="surrogateescape"))
+    elif isinstance(source, Subset):
+        digest.update(f"{fingerprint(source.source, names)} {source.indices}".encode())
     elif isinstance(source, ShapesDataset):  # one image stands for the code that draws them
         digest.update(repr((tuple(source.size), len(source), source.split, source.seed)).encode())
         digest.update(source.render(0)[0].tobytes())

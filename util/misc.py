@@ -6,6 +6,7 @@ import hashlib
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import time
@@ -158,6 +159,11 @@ def derive_seed(*keys: int | str) -> int:
 
 def generator(*keys: int | str) -> torch.Generator:
     return torch.Generator().manual_seed(derive_seed(*keys))
+
+
+def file_name(name: str) -> str:
+    """A name, such as a data set's, as part of a file's name."""
+    return re.sub(r"[^\w.-]+", "_", name)
 
 
 def pick_device(name: str) -> torch.device:

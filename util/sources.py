@@ -36,8 +36,32 @@ class ImageList:
         return image, label
 
 
+class Subset:
+    """Some images of a source that is held in memory."""
+
+    def __init__(self, source, indices: list[int]):
+        self.source, self.indices, self.classes = source, indices, source.classes
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        return self.source[self.indices[index]]
+
+
 def build_source(args: Namespace, split: str):
-    """The images of `--data_set`: split "pretrain" (labels play no part), "train" or "val"."""
+    """The images of `--data_set`: split "pretrain" (labels play no part), "train" or "val"; at most `--max_images`."""
+    source = whole_source(args, split)
+    if args.max_images is None or args.max_images >= len(source):
+        return source
+    draw = generator("max_images", args.split_seed, "val" if split == "val" else "train")
+    chosen = sorted(torch.randperm(len(source), generator=draw)[: args.max_images].tolist())
+    if isinstance(source, ImageList):
+        return ImageList([source.samples[index] for index in chosen], source.classes)
+    return Subset(source, chosen)
+
+
+def whole_source(args: Namespace, split: str):
     if args.data_set == "shapes":
         if split == "val":
             return ShapesDataset(args.input_size, max(args.shapes_images // 5, 1), "val")
@@ -179,11 +203,16 @@ def torchvision_source(args: Namespace, split: str):
 
 def describe(source, index: int) -> str:
     """What a user can look for: the file's path, or the set's name and index."""
+    if isinstance(source, Subset):
+        return describe(source.source, source.indices[index])
     return source.samples[index][0] if isinstance(source, ImageList) else f"{type(source).__name__}[{index}]"
 
 
 def image_names(source, args: Namespace, split: str) -> list[str]:
     """A name for every image, the same wherever the data lies."""
+    if isinstance(source, Subset):
+        names = image_names(source.source, args, split)
+        return [names[index] for index in source.indices]
     if isinstance(source, ImageList):
         root = os.path.join(Path(args.data_path), "")
         # The prefix is there, but for links and "..": and relpath would take 8 s for ImageNet.
@@ -196,6 +225,8 @@ def image_names(source, args: Namespace, split: str) -> list[str]:
 
 def labels_of(source) -> torch.Tensor:
     """All labels [N], without opening an image."""
+    if isinstance(source, Subset):
+        return labels_of(source.source)[source.indices]
     if isinstance(source, ImageList):
         return torch.tensor([label for _, label in source.samples])
     if isinstance(source, ShapesDataset):

@@ -9,16 +9,23 @@ from util.datasets import pixel_statistics
 
 
 def reconstruction(
-    model: MaskedAutoencoderViT, imgs: torch.Tensor, pred: torch.Tensor, mask: torch.Tensor
+    model: MaskedAutoencoderViT,
+    imgs: torch.Tensor,
+    pred: torch.Tensor,
+    mask: torch.Tensor,
+    true_stats: bool = False,
 ) -> torch.Tensor:
     """Images [N, C, H, W] with the removed patches replaced by their prediction [N, L, P].
 
     A model of normalised patches predicts no brightness or contrast. Here each image's predictions get the mean and
-    spread of its visible pixels, which the model has seen, and not the removed patches' own, which would leak them.
+    spread of its visible pixels, which the model has seen. `true_stats` gives them the removed patches' own instead,
+    which leaks what the model cannot know.
     """
     patches = model.patchify(imgs)
     removed = mask.unsqueeze(-1)  # [N, L, 1], 0 is keep, 1 is remove
-    if model.norm_pix_loss:
+    if model.norm_pix_loss and true_stats:
+        pred = pred * (patches.var(dim=-1, keepdim=True) + 1.0e-6) ** 0.5 + patches.mean(dim=-1, keepdim=True)
+    elif model.norm_pix_loss:
         visible = (1 - removed) * torch.ones_like(patches)
         count = visible.sum(dim=(1, 2), keepdim=True).clamp(min=1)
         mean = (patches * visible).sum(dim=(1, 2), keepdim=True) / count

@@ -1,0 +1,37 @@
+"""What all figures share: names of runs, colours that the colour-blind can tell apart, files that repeat."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+from matplotlib.figure import Figure
+
+# Okabe and Ito's palette, which the colour-blind can tell apart. Seven colours and eight markers: a pair repeats after
+# 56 runs. Its yellow is left out, being hard to see on white.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+FORMATS = ("png", "pdf")
+
+
+def short_names(paths: list[Path]) -> list[str]:
+    """As much of the paths' ends as it takes to tell them apart."""
+    for depth in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[1:][-depth:]) for path in paths]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def verbatim(text: str) -> str:
+    """Text that matplotlib shows as it is: no formula between dollars, no label hidden for its leading underscore."""
+    return (" " if text.startswith("_") else "") + text.replace("$", r"\$")
+
+
+def save_figure(figure: Figure, stem: Path, formats: Sequence[str] = FORMATS, dpi: int = 200) -> list[Path]:
+    """STEM.png, STEM.pdf or both; equal figures give equal files."""
+    paths = [stem.with_name(f"{stem.name}.{suffix}") for suffix in formats]
+    for path in paths:
+        metadata = {"CreationDate": None} if path.suffix == ".pdf" else None
+        with matplotlib.rc_context({"pdf.fonttype": 42}):  # TrueType: some venues refuse Type 3 fonts
+            figure.savefig(path, dpi=dpi, metadata=metadata)
+    return paths

@@ -1,0 +1,186 @@
+"""Figures of masks and reconstructions: rows of images, many masks at once, and one mask over training."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from matplotlib.animation import FuncAnimation, PillowWriter
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.figure import Figure
+
+from util.metrics import mask_health
+from util.snapshot import Snapshot
+from util.visualize import as_rgb, reconstruction
+
+HEAT = "viridis"  # Z from 0, hidden, to 1, visible: as even in grey and to the colour-blind as in colour
+TILE, LABEL, BAR, TITLE, GAP = 1.0, 1.3, 0.75, 0.34, 0.04  # inches: an image, margins, a block's title, between rows
+MARGIN = 0.08
+HIDDEN = 0.9  # a light grey, which few photographs have
+
+
+@dataclass
+class Block:
+    """What is drawn of one snapshot: N images of H x W pixels in h x w patches, all as arrays in [0, 1]."""
+
+    title: str
+    images: np.ndarray  # [N, H, W, 3]
+    keep_prob: np.ndarray | None  # Z [N, h, w]
+    visible: np.ndarray  # [N, h, w], 1 is visible
+    reconstructed: np.ndarray  # [N, H, W, 3]
+    health: dict[str, float]  # of these masks
+    note: str  # what a reader must know about the reconstructions
+
+    def rows(self) -> dict[str, np.ndarray]:
+        """The rows of the figure by their labels."""
+        rows = {"image": self.images}
+        if self.keep_prob is not None:
+            rows["Z"] = self.per_pixel(self.keep_prob)
+        masked = np.where(self.per_pixel(self.visible)[..., None] > 0.5, self.images, HIDDEN)
+        return {**rows, "mask": masked, "reconstruction": self.reconstructed}
+
+    def per_pixel(self, values: np.ndarray) -> np.ndarray:
+        """A value for each patch [N, h, w] as one for each pixel [N, H, W]."""
+        patch = self.images.shape[1] // self.visible.shape[1]
+        return values.repeat(patch, axis=1).repeat(patch, axis=2)
+
+
+def draw_block(snapshot: Snapshot, imgs: torch.Tensor, seed: int = 0, true_stats: bool = False) -> Block:
+    """Mask and reconstruct normalised images [N, C, H, W]."""
+    done, model = snapshot.mask(imgs, seed), snapshot.model
+    grid = model.patch_embed.grid_size
+    restored = reconstruction(model, imgs, done.pred, done.mask, true_stats)
+    images, restored = (as_rgb(x).permute(0, 2, 3, 1).cpu().numpy() for x in (imgs, restored))
+    visible = (1 - done.mask).reshape(-1, *grid).cpu().numpy()
+    return Block(
+        snapshot.title,
+        images,
+        None if done.keep_prob is None else done.keep_prob.reshape(-1, *grid).cpu().numpy(),
+        visible,
+        restored,
+        {name: value.item() for name, value in mask_health(done.mask, done.keep_prob).items()},
+        reconstruction_note(model.norm_pix_loss, true_stats),
+    )
+
+
+def reconstruction_note(normalised: bool, true_stats: bool) -> str:
+    """What a reader must know about the brightness of predicted patches."""
+    if not normalised:
+        return ""
+    if true_stats:
+        return (
+            "Predicted patches have the true mean and spread of the patches they replace, which the model cannot know."
+        )
+    return "The model predicts normalised patches; here they have the mean and spread of the image's visible pixels."
+
+
+def masks_figure(blocks: list[Block]) -> Figure:
+    """A block for each snapshot, with a row each for images, Z, masks and reconstructions, and a column per image."""
+    number, height, width, _ = blocks[0].images.shape
+    note = "\n".join(dict.fromkeys(block.note for block in blocks if block.note))
+    tile_height = TILE * height / width
+    strip_width = number * TILE
+    size_x = LABEL + strip_width + BAR
+    size_y = MARGIN + sum(TITLE + len(block.rows()) * (tile_height + GAP) for block in blocks) + (0.3 if note else 0)
+    figure = Figure(figsize=(size_x, size_y))
+    top = size_y - MARGIN
+    for block in blocks:
+        top -= TITLE
+        figure.text(LABEL / size_x, (top + 0.08) / size_y, block.title, fontsize=11, fontweight="bold")
+        for label, tiles in block.rows().items():
+            top -= tile_height
+            axes = figure.add_axes((LABEL / size_x, top / size_y, strip_width / size_x, tile_height / size_y))
+            draw_strip(axes, side_by_side(tiles))
+            axes.text(-0.1 / strip_width, 0.5, label, transform=axes.transAxes, ha="right", va="center", fontsize=10)
+            if label == "Z":
+                place = ((LABEL + strip_width + 0.1) / size_x, top / size_y, 0.1 / size_x, tile_height / size_y)
+                add_heat_bar(figure, figure.add_axes(place))
+            top -= GAP
+    if note:
+        figure.text(LABEL / size_x, 0.1 / size_y, note, fontsize=8, color="0.3")
+    return figure
+
+
+def side_by_side(tiles: np.ndarray, gap: int | None = None) -> np.ndarray:
+    """Tiles [N, H, W, ...] in a row, with gaps that are not drawn."""
+    gap = max(tiles.shape[2] // 24, 1) if gap is None else gap
+    space = np.full((*tiles.shape[:2], gap, *tiles.shape[3:]), np.nan)
+    row = np.concatenate([tiles, space], axis=2)
+    return np.concatenate(list(row), axis=1)[:, :-gap]
+
+
+def draw_strip(axes: Axes, pixels: np.ndarray) -> None:
+    """Colours [H, W, 3], or values [H, W] in [0, 1]; what is not a number stays white."""
+    if pixels.ndim == 3:
+        pixels = np.nan_to_num(pixels, nan=1.0)
+    axes.imshow(pixels, cmap=HEAT, vmin=0, vmax=1, interpolation="nearest", aspect="auto")
+    axes.set(xticks=[], yticks=[])
+    axes.spines[:].set_visible(False)
+
+
+def add_heat_bar(figure: Figure, axes: Axes) -> None:
+    bar = figure.colorbar(ScalarMappable(cmap=HEAT), cax=axes, ticks=[0, 1])
+    bar.ax.set_yticklabels(["hidden", "visible"], fontsize=8)
+    bar.ax.tick_params(length=0, pad=2)
+    bar.outline.set_visible(False)
+
+
+def diversity_figure(blocks: list[Block]) -> Figure:
+    """Many images' masks, a square of them for each snapshot: equal masks, mode collapse, are seen at a glance."""
+    side = int(np.ceil(len(blocks[0].visible) ** 0.5))
+    columns = min(len(blocks), 4)
+    rows = -(-len(blocks) // columns)
+    figure = Figure(figsize=(3.4 * columns, 3.9 * rows + 0.5), layout="constrained")
+    figure.get_layout_engine().set(h_pad=0.15)  # or the first line of a title would be cut
+    for block, axes in zip(blocks, figure.subplots(rows, columns, squeeze=False).flat, strict=False):
+        masks = wall(block.visible, side)
+        draw_strip(axes, masks)
+        axes.set_box_aspect(masks.shape[0] / masks.shape[1])
+        n = len(block.visible)
+        distinct = round(n * block.health["distinct"])
+        axes.set_title(
+            f"{block.title}\n{distinct} of {n} masks differ, distance {block.health['hamming']:.2f}", fontsize=9
+        )
+    for axes in figure.axes[len(blocks) :]:
+        axes.set_axis_off()
+    figure.supxlabel(
+        "Each square is one image's mask: yellow patches are visible, dark ones hidden.\n"
+        "Distance: the share of patches in which two masks differ, on average.",
+        fontsize=9,
+    )
+    return figure
+
+
+def wall(tiles: np.ndarray, side: int) -> np.ndarray:
+    """Tiles [N, h, w] in rows of `side`, with gaps that are not drawn."""
+    missing = -len(tiles) % side
+    tiles = np.concatenate([tiles, np.full((missing, *tiles.shape[1:]), np.nan)])
+    rows = [
+        np.pad(side_by_side(row, 1), ((0, 1), (0, 0)), constant_values=np.nan)
+        for row in np.split(tiles, len(tiles) // side)
+    ]
+    return np.concatenate(rows)[:-1]
+
+
+def animation(blocks: list[Block], path: Path, frames_per_second: float = 2) -> None:
+    """A GIF with a frame for each block: its first image, Z, mask and reconstruction."""
+    labels = list(blocks[0].rows())
+    _, height, width, _ = blocks[0].images.shape
+    tile = 1.8
+    figure = Figure(figsize=(tile * len(labels), tile * height / width + 0.85), layout="constrained")
+    all_axes = figure.subplots(1, len(labels), squeeze=False)[0]
+    figure.supxlabel(blocks[0].note, fontsize=6, color="0.3")
+
+    def draw(block: Block) -> None:
+        figure.suptitle(block.title, fontsize=10)
+        for axes, (label, tiles) in zip(all_axes, block.rows().items(), strict=True):
+            axes.clear()
+            draw_strip(axes, tiles[0])
+            axes.set_box_aspect(height / width)
+            axes.set_title(label, fontsize=9)
+
+    frames = [*blocks, *blocks[-1:] * 3]  # the end is held for a while
+    FuncAnimation(figure, draw, frames=frames, init_func=lambda: None).save(
+        path, PillowWriter(frames_per_second), dpi=100
+    )
