@@ -10,7 +10,7 @@ from PIL import Image
 from main_pretrain import check_args, get_args_parser
 from util.datasets import EpochBatches, build_eval_dataset, build_pretrain_loader, pixel_statistics
 from util.misc import UserError
-from util.sources import build_source, image_names, labels_of
+from util.sources import build_source, describe, image_names, labels_of
 
 
 def parse(*flags):
@@ -146,6 +146,30 @@ def test_split_divides_every_class(one_folder):
     assert counts == [[8, 4, 1, 1], [2, 1, 1, 0]], "80 % each, and both parts get an image where there are two"
     assert part("train") == train == part("pretrain")
     assert len({tuple(part("train", "--split_seed", seed)) for seed in range(5)}) > 1
+
+
+@pytest.mark.parametrize("data", ["folder", "shapes"])
+def test_so_many_images_are_drawn_from_each_split(class_folders, data):
+    flags = ("--data_path", class_folders) if data == "folder" else ("--data_set", "shapes", "--shapes_images", 60)
+
+    def names(split, *more):
+        args = parse(*flags, *more)
+        source = build_source(args, split)
+        assert labels_of(source).tolist() == [source[i][1] for i in range(len(source))]
+        return image_names(source, args, split)
+
+    for split in ("train", "val"):
+        few = names(split, "--max_images", 9)
+        assert len(few) == 9 == len(set(few))
+        assert set(few) < set(names(split))
+        assert few == sorted(few, key=names(split).index)
+        assert names(split, "--max_images", 1000) == names(split)
+        assert len({tuple(names(split, "--max_images", 9, "--split_seed", seed)) for seed in range(4)}) > 1
+    pretrain = build_source(parse(*flags, "--max_images", 9), "pretrain")
+    train = build_source(parse(*flags, "--max_images", 9), "train")
+    assert [describe(pretrain, i) for i in range(9)] == [describe(train, i) for i in range(9)]
+    with pytest.raises(UserError, match="--max_images 0 must be at least 1"):
+        parse(*flags, "--max_images", 0)
 
 
 def test_split_is_for_a_single_folder(class_folders, one_folder):

@@ -1,0 +1,62 @@
+"""What the documentation shows: commands that are marked runnable do run, and the reference of flags is today's."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from tools.flags import PAGE, reference
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+RUNNABLE = re.compile(r"^```bash runnable\n(.*?)^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?!https?://|#)([^)#\s]+)")
+
+
+def test_the_reference_of_flags_is_not_stale():
+    assert PAGE.read_text(encoding="utf-8") == reference(), "run: python -m tools.flags"
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory) -> Path:
+    """The project's files as a fresh clone would have them, with what is not committed yet."""
+    folder = tmp_path_factory.mktemp("clone")
+    command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\0"):
+        if name and (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    return folder
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if RUNNABLE.search(page.read_text())], ids=lambda p: p.name)
+def test_runnable_commands_run(clone, page):
+    """All of a page, in its order: later commands use what earlier ones leave."""
+    script = "\n".join(RUNNABLE.findall(page.read_text(encoding="utf-8")))
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        ["bash", "-euxo", "pipefail", "-c", script], cwd=clone, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in LINK.findall(page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), target
+
+
+def test_flags_in_commands_exist():
+    """Every --flag that a page shows in a command of ours is known to that program."""
+    known = set(re.findall(r"`(--\w+)`", PAGE.read_text(encoding="utf-8")))
+    for page in PAGES:
+        for block in re.findall(r"^```bash.*?\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
+            for line in block.replace("\\\n", " ").splitlines():
+                found = re.search(r"(?:main_\w+|submitit_\w+)\.py(.*)", line.split("  #")[0])
+                flags = re.findall(r"(?<!\S)(--\w+)", found[1]) if found else []
+                assert set(flags) <= known | {"--task", "--help"}, (page.name, line)

@@ -1,0 +1,79 @@
+"""Write docs/flags.md, the reference of all flags, from the parsers themselves.
+
+python -m tools.flags
+"""
+
+import argparse
+import importlib
+from argparse import Namespace
+from pathlib import Path
+
+from util.launcher import add_job_arguments
+from util.misc import ArgumentParser, logger, run
+
+PROGRAMS = ("main_pretrain", "main_knn", "main_linprobe", "main_fewshot", "main_compare", "main_visualize")
+INTRODUCTION = """Written by `python -m tools.flags` from the programs' own parsers.
+A mistake in any flag ends with one sentence that names it, and exit code 2."""
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
+
+
+def get_args_parser() -> ArgumentParser:
+    parser = ArgumentParser("python -m tools.flags", description=__doc__.split("\n")[0])
+    parser.add_argument("--output", default=str(PAGE), help="file to write")
+    return parser
+
+
+def reference() -> str:
+    """The whole page."""
+    parts = [
+        "# All flags",
+        "Written by `python -m tools.flags` from the programs' own parsers. A mistake in any of them ends",
+    ]
+    parts[1] += " with one sentence and exit code 2."
+    for name in PROGRAMS:
+        program = importlib.import_module(name)
+        parts += [f"## {name}.py", program.__doc__.split("\n")[0], *tables(program.get_args_parser())]
+    job = ArgumentParser("job")
+    add_job_arguments(job)
+    parts += ["## submitit_pretrain.py, submitit_eval.py", "All flags of the program that becomes a job, and:"]
+    parts += tables(job)
+    return "\n\n".join(parts) + "\n"
+
+
+def tables(parser: ArgumentParser) -> list[str]:
+    """A table for each group that has flags."""
+    texts = []
+    for group in parser._action_groups:
+        flags = [action for action in group._group_actions if not isinstance(action, argparse._HelpAction)]
+        if flags:
+            title = {"options": "other", "positional arguments": "arguments"}.get(group.title, group.title)
+            head = [f"**{title}**", "", "| flag | default | meaning |", "|---|---|---|"]
+            texts.append("\n".join([*head, *map(row, flags)]))
+    return texts
+
+
+def row(action: argparse.Action) -> str:
+    names = ", ".join(f"`{name}`" for name in action.option_strings) or f"`{action.metavar or action.dest}`"
+    meaning = (action.help or "") % {"default": action.default, "prog": ""}
+    if action.choices is not None:
+        meaning += f" (one of {', '.join(map(str, action.choices))})"
+    meaning = meaning.replace("|", r"\|")  # or it would end the cell
+    return f"| {names} | {shown_default(action)} | {meaning} |"
+
+
+def shown_default(action: argparse.Action) -> str:
+    if action.dest == "device" and "cuda" in action.help:
+        return "`cuda`, or `cpu`"  # as the machine has it: the page is the same on all
+    if action.nargs == 0 or action.default in (None, "", []) or not action.option_strings:
+        return ""
+    value = action.default
+    return f"`{' '.join(map(str, value)) if isinstance(value, list | tuple) else value}`"
+
+
+def main(args: Namespace) -> None:
+    Path(args.output).write_text(reference(), encoding="utf-8")
+    logger.info("%s", args.output)
+
+
+if __name__ == "__main__":
+    run(main, get_args_parser())
