@@ -8,6 +8,9 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 python=${1:-python}
+# A thread less than cores, for the loader: OpenMP threads that share a core with another process wait for each other.
+cores=$(getconf _NPROCESSORS_ONLN)
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > 1 ? cores - 1 : 1))}
 
 # --- The data ---
 data=(--data_set shapes --shapes_images 5120)              # drawn from a seed, no files needed
