@@ -89,9 +89,9 @@ def train_one_epoch(
         imgs = imgs.to(device, non_blocking=True)
 
         # Forward of the CMM. Its weights do not change before step 2 ends, so this one pass serves both steps.
-        keep_prob = None
+        keep_prob, learn_masks = None, cmm is not None and step % args.cmm_every == 0
         if cmm is not None:
-            with autocast(device, amp):
+            with autocast(device, amp), torch.set_grad_enabled(learn_masks):
                 keep_prob = cmm(imgs)  # Z [N, L]
 
         # Step 1: the MAE, on what the masks leave visible.
@@ -107,15 +107,19 @@ def train_one_epoch(
         if cmm is not None:
             weight = 0.0 if args.no_curriculum else lambda_cl(step, args.epochs * steps_per_epoch, args.lambda_cl_end)
             lr_cmm = cmm_learning_rate(epochs_passed, args)
-            set_learning_rate(optimizer_cmm, lr_cmm)
-            with autocast(device, amp):
-                error = soft_error(mae, imgs, keep_prob)
-            # Z and errors of the global batch: every pair of its images counts, whichever process has them. Gradients
-            # flow to this process's rows alone, so the processes' gradients add up to that of the loss.
-            losses |= cmm_losses(gather_rows(keep_prob, equal=True), gather_rows(error, equal=True), weight, args)
-            loss_cmm = losses["cmm/loss"] * get_world_size() / args.accum_iter
-            loss_scaler_cmm(loss_cmm, optimizer_cmm, args.clip_grad, cmm.parameters(), update_grad=update)
             settings |= {"cmm/lambda_cl": weight, "cmm/lr": lr_cmm}
+        if learn_masks:
+            set_learning_rate(optimizer_cmm, lr_cmm)
+            judged, judged_here = images_to_judge(len(imgs), args.cmm_fraction)
+            with frozen(mae):  # until the backward pass is over: --grad_checkpointing repeats the forward pass there
+                with autocast(device, amp):
+                    error = soft_error(mae, imgs[judged_here], keep_prob[judged_here])
+                # Z and errors of the global batch: every pair of its images counts, whichever process has them.
+                # Gradients flow to this process's rows alone, so the processes' gradients add up to that of the loss.
+                keep_prob_of_all, error = gather_rows(keep_prob, equal=True), gather_rows(error, equal=True)
+                losses |= cmm_losses(keep_prob_of_all, error, weight, args, judged)
+                loss_cmm = losses["cmm/loss"] * get_world_size() / args.accum_iter
+                loss_scaler_cmm(loss_cmm, optimizer_cmm, args.clip_grad, cmm.parameters(), update_grad=update)
 
         log.add(i, losses, settings, mask, keep_prob)
         if update and after_update is not None:
@@ -174,11 +178,30 @@ def soft_error(model: MaskedAutoencoderViT, imgs: torch.Tensor, keep_prob: torch
         return model.patch_error(imgs, pred)
 
 
+Rows = slice | list[int]
+
+
+def images_to_judge(n: int, fraction: float) -> tuple[Rows, Rows]:
+    """The share of the images whose error the CMM learns from: rows of the global batch, and of this process's n.
+
+    They are evenly spread. The order of images is random already, so these are as good as drawn; and they are the same
+    images for any number of processes, if the share of each process's batch is a whole number.
+    """
+    if fraction == 1:
+        return slice(None), slice(None)
+    number = max(round(fraction * n), 1)
+    here = [i * n // number for i in range(number)]
+    return [n * rank + row for rank in range(get_world_size()) for row in here], here
+
+
 def cmm_losses(
-    keep_prob: torch.Tensor, error: torch.Tensor, curriculum_weight: float, args: Namespace
+    keep_prob: torch.Tensor, error: torch.Tensor, curriculum_weight: float, args: Namespace, judged: Rows = slice(None)
 ) -> dict[str, torch.Tensor]:
-    """The joint loss of the CMM (Eq. 1) under "cmm/loss", and its parts, unweighted but for the curriculum's."""
-    curriculum = curriculum_loss(keep_prob, error, curriculum_weight)
+    """The joint loss of the CMM (Eq. 1) under "cmm/loss", and its parts, unweighted but for the curriculum's.
+
+    `keep_prob` [N, L] is Z of all images, `error` [M, L] the patch errors of the `judged` ones.
+    """
+    curriculum = curriculum_loss(keep_prob[judged], error, curriculum_weight)
     gauss = gaussian_loss(keep_prob)
     kl = kl_loss(keep_prob, args.mask_ratio)
     div = diversity_loss(keep_prob)

@@ -103,6 +103,13 @@ def get_args_parser() -> ArgumentParser:
     masks.add_argument("--lambda_div", default=2.0, type=float, help="weight of the loss that keeps masks diverse")
     masks.add_argument("--cmm_depth", default=5, type=int, help="transformer blocks of the masking module")
 
+    cheap = parser.add_argument_group("cheaper curriculum (the paper has none of these; docs/speed.md)")
+    cheap.add_argument("--cmm_every", default=1, type=int, help="updates of the MAE per update of the CMM")
+    cheap.add_argument(
+        "--cmm_fraction", default=1.0, type=float, help="share of the images whose reconstruction the CMM learns from"
+    )
+    cheap.add_argument("--cmm_dim", default=None, type=int, help="width of the CMM; default: the encoder's")
+
     optim = parser.add_argument_group("optimization")
     optim.add_argument("--weight_decay", default=0.05, type=float, help="for matrices; biases, norms, tokens have none")
     optim.add_argument("--lr", default=None, type=float, help="absolute learning rate; default: blr * batch / 256")
@@ -141,6 +148,9 @@ def get_args_parser() -> ArgumentParser:
 
     machine = add_machine_arguments(parser)
     machine.add_argument("--compile", action="store_true", help="compile the transformer blocks with torch.compile")
+    machine.add_argument(
+        "--grad_checkpointing", action="store_true", help="keep less for the backward pass, and compute it again there"
+    )
     add_distributed_arguments(parser)
     return parser
 
@@ -156,7 +166,9 @@ def check_args(args: Namespace) -> None:
         )
     if not -1 <= args.lambda_cl_end <= 1:
         raise UserError(f"--lambda_cl_end {args.lambda_cl_end} is outside [-1, 1]")
-    check_at_least(args, 1, "batch_size", "epochs", "accum_iter", "cmm_depth", "save_every")
+    check_at_least(args, 1, "batch_size", "epochs", "accum_iter", "cmm_depth", "cmm_every", "save_every")
+    if not 0 < args.cmm_fraction <= 1:
+        raise UserError(f"--cmm_fraction {args.cmm_fraction} must lie above 0, and be at most 1")
     check_at_least(args, 0, "lambda_gauss", "lambda_kl", "lambda_div", "weight_decay", "blr", "min_lr", "warmup_epochs")
     check_at_least(args, 0, "vis_every", "knn_every", "start_epoch", "save_minutes", "keep")
     if args.clip_grad is not None and args.clip_grad <= 0:

@@ -21,6 +21,7 @@ from models_mae import (
     check_divisible,
     init_linear_and_norm,
     init_patch_embed,
+    run_blocks,
     transformer_blocks,
     vit_layer_norm,
 )
@@ -46,6 +47,7 @@ class CurriculumMaskingModule(nn.Module):
     ):
         super().__init__()
         check_divisible(img_size, patch_size)
+        self.grad_checkpointing = False
         # Its own embedding, not the autoencoder's: so its output cannot change while the autoencoder is updated,
         # and one forward pass serves both steps of an iteration.
         self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim)
@@ -65,6 +67,10 @@ class CurriculumMaskingModule(nn.Module):
         nn.init.normal_(self.cls_token, std=0.02)
         self.apply(init_linear_and_norm)
 
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """As the autoencoder's."""
+        self.grad_checkpointing = enable
+
     def no_weight_decay(self) -> set[str]:
         """Parameters that timm's optimizer helpers exempt from weight decay, besides biases and norms."""
         return {"cls_token", "pos_embed"}
@@ -74,20 +80,26 @@ class CurriculumMaskingModule(nn.Module):
         x = self.patch_embed(imgs) + self.pos_embed[:, 1:, :]
         cls_token = self.cls_token + self.pos_embed[:, :1, :]
         x = torch.cat([cls_token.expand(x.shape[0], -1, -1), x], dim=1)
-        for block in self.blocks:
-            x = block(x)
+        x = run_blocks(self.blocks, x, grad_checkpointing=self.grad_checkpointing)
         x = self.norm(x[:, 0])  # [N, D]
         return self.head(self.mlp(x)).float().sigmoid()
 
 
-def build_cmm(mae: MaskedAutoencoderViT, depth: int = 5, **kwargs) -> CurriculumMaskingModule:
-    """The masking module that fits `mae`: its image and patch size, channels, width and heads."""
+def build_cmm(mae: MaskedAutoencoderViT, depth: int = 5, dim: int | None = None, **kwargs) -> CurriculumMaskingModule:
+    """The masking module that fits `mae`: its image and patch size, channels, width and heads.
+
+    A narrower one, of width `dim`, has fewer heads of the same width.
+    """
+    width, num_heads = mae.cls_token.shape[-1], mae.blocks[0].attn.num_heads
+    dim = width if dim is None else dim
+    if dim < 1 or dim % (width // num_heads):
+        raise ValueError(f"a width of {dim} is not a multiple of {width // num_heads}, the width of the model's heads")
     fitting = dict(
         img_size=mae.patch_embed.img_size,
         patch_size=mae.patch_embed.patch_size[0],
         in_chans=mae.in_chans,
-        embed_dim=mae.cls_token.shape[-1],
-        num_heads=mae.blocks[0].attn.num_heads,
+        embed_dim=dim,
+        num_heads=dim * num_heads // width,
     )
     return CurriculumMaskingModule(depth=depth, **{**fitting, **kwargs})
 

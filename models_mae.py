@@ -14,6 +14,7 @@ from functools import partial
 import torch
 import torch.nn as nn
 from timm.models.vision_transformer import Block, PatchEmbed
+from torch.utils.checkpoint import checkpoint
 
 from util.pos_embed import get_2d_sincos_pos_embed
 
@@ -44,6 +45,8 @@ class MaskedAutoencoderViT(nn.Module):
         check_divisible(img_size, patch_size)
         self.in_chans = in_chans
         self.norm_pix_loss = norm_pix_loss
+        self.grad_checkpointing = False
+        self.pad_to = 1  # lengths of padded sequences, [CLS] included, are multiples of this
 
         # Encoder
         self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim)
@@ -77,6 +80,11 @@ class MaskedAutoencoderViT(nn.Module):
 
     def _init_weights(self, m: nn.Module) -> None:
         init_linear_and_norm(m)
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Keep only the blocks' inputs for the backward pass, and compute the rest again there: less memory, a third
+        more work. timm's name for it."""
+        self.grad_checkpointing = enable
 
     def no_weight_decay(self) -> set[str]:
         """Parameters that timm's optimizer helpers exempt from weight decay, besides biases and norms."""
@@ -118,9 +126,9 @@ class MaskedAutoencoderViT(nn.Module):
     def hard_masking(
         self, x: torch.Tensor, visible: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Keep the tokens of `x` [N, L, D] where `visible` [N, L] is true, padded to the batch's largest count.
+        """Keep the tokens of `x` [N, L, D] where `visible` [N, L] is true, padded to one length for the batch.
 
-        Returns the kept tokens [N, longest, D], the mask, ids_restore, and the attention mask [N, 1, 1, 1 + longest]
+        Returns the kept tokens [N, length, D], the mask, ids_restore, and the attention mask [N, 1, 1, 1 + length]
         (true: may be attended) that hides the padding, or None where nothing is padded.
         """
         mask = (~visible).to(torch.float32)
@@ -129,11 +137,12 @@ class MaskedAutoencoderViT(nn.Module):
         counts = visible.sum(dim=1)
         # The length of the sequence depends on the masks: this is a host-device sync, the only one of a step.
         shortest, longest = torch.stack(torch.aminmax(counts)).tolist()
+        length = min(round_up(1 + longest, self.pad_to) - 1, visible.shape[1])
         attn_mask = None
-        if shortest < longest:
-            positions = torch.arange(1 + longest, device=x.device)
+        if shortest < length:
+            positions = torch.arange(1 + length, device=x.device)
             attn_mask = (positions <= counts[:, None])[:, None, None, :]  # [CLS] is position 0, so never hidden
-        return take_tokens(x, ids_shuffle[:, :longest]), mask, ids_restore, attn_mask
+        return take_tokens(x, ids_shuffle[:, :length]), mask, ids_restore, attn_mask
 
     def forward_encoder(
         self,
@@ -157,8 +166,7 @@ class MaskedAutoencoderViT(nn.Module):
 
         cls_token = self.cls_token + self.pos_embed[:, :1, :]
         x = torch.cat([cls_token.expand(x.shape[0], -1, -1), x], dim=1)
-        for block in self.blocks:
-            x = block(x, attn_mask=attn_mask)
+        x = run_blocks(self.blocks, x, attn_mask, self.grad_checkpointing)
         return self.norm(x), mask, ids_restore
 
     def forward_decoder(
@@ -180,8 +188,7 @@ class MaskedAutoencoderViT(nn.Module):
             x = torch.cat([x[:, :1, :], tokens], dim=1)  # [CLS] goes first again
 
         x = x + self.decoder_pos_embed
-        for block in self.decoder_blocks:
-            x = block(x)
+        x = run_blocks(self.decoder_blocks, x, None, self.grad_checkpointing)
         x = self.decoder_pred(self.decoder_norm(x))
         return x[:, 1:, :]  # without [CLS]
 
@@ -237,6 +244,10 @@ class MaskedAutoencoderViT(nn.Module):
                 raise ValueError(f"{name} has dtype {value.dtype}: visible takes bool, noise and keep_prob take floats")
 
 
+def round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
 def take_tokens(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Tokens of `x` [N, L, D] at `ids` [N, M], as [N, M, D]."""
     return torch.gather(x, dim=1, index=ids.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
@@ -247,6 +258,18 @@ def transformer_blocks(
 ) -> nn.ModuleList:
     """Pre-norm ViT blocks; timm's run torch's fused attention."""
     return nn.ModuleList(Block(dim, num_heads, mlp_ratio, qkv_bias=True, norm_layer=norm_layer) for _ in range(depth))
+
+
+def run_blocks(
+    blocks: nn.ModuleList, x: torch.Tensor, attn_mask: torch.Tensor | None = None, grad_checkpointing: bool = False
+) -> torch.Tensor:
+    """Tokens [N, L, D] through all blocks; `attn_mask` is true where tokens may be attended to."""
+    for block in blocks:
+        if grad_checkpointing and torch.is_grad_enabled():
+            x = checkpoint(block, x, attn_mask=attn_mask, use_reentrant=False)
+        else:
+            x = block(x, attn_mask=attn_mask)
+    return x
 
 
 def init_patch_embed(patch_embed: PatchEmbed) -> None:

@@ -16,7 +16,7 @@ FREE = {
     *("output_dir", "log_dir", "save_every", "save_minutes", "keep", "vis_every", "knn_every"),
     *("resume", "init", "start_epoch", "allow_changes"),
     *("data_path", "download", "class_list", "max_bad_images", "num_workers", "pin_mem"),
-    *("device", "amp", "compile", "batch_size", "global_batch_size", "cmm_lr"),
+    *("device", "amp", "compile", "grad_checkpointing", "batch_size", "global_batch_size", "cmm_lr"),
     *("world_size", "local_rank", "dist_on_itp", "dist_url"),
 }
 

@@ -70,7 +70,8 @@ def load_snapshot(path: Path, name: str, norm_pix_loss: bool = False, device: to
     ckpt.load_weights(model, weights, str(path))
     cmm = None
     if "cmm" in checkpoint:
-        cmm = build_cmm(model, depth=len({key.split(".")[1] for key in checkpoint["cmm"] if key.startswith("blocks.")}))
+        depth = len({key.split(".")[1] for key in checkpoint["cmm"] if key.startswith("blocks.")})
+        cmm = build_cmm(model, depth, dim=checkpoint["cmm"]["cls_token"].shape[-1])
         ckpt.load_weights(cmm, checkpoint["cmm"], str(path))
         cmm.to(device).eval()
     weight = None if cmm is None else curriculum_weight(checkpoint, settings)

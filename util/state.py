@@ -58,9 +58,14 @@ def build_state(args: Namespace, device: torch.device) -> TrainingState:
     kept = int(model.patch_embed.num_patches * (1 - args.mask_ratio))
     if not 0 < kept < model.patch_embed.num_patches:
         raise UserError(f"--mask_ratio {args.mask_ratio} keeps {kept} of {model.patch_embed.num_patches} patches")
+    if args.compile or device.type == "cuda":
+        model.pad_to = 8  # few shapes to compile and to allocate, and ones that tensor cores like
     state = TrainingState(*with_optimizer(model, args.lr, args, device))
     if args.masking == "curriculum":
-        cmm = build_cmm(model, depth=args.cmm_depth)
+        try:
+            cmm = build_cmm(model, args.cmm_depth, args.cmm_dim)
+        except ValueError as error:
+            raise UserError(f"--cmm_dim {args.cmm_dim}: {error}") from None
         state.cmm, state.optimizer_cmm, state.scaler_cmm = with_optimizer(cmm, args.cmm_lr, args, device)
     return state
 
@@ -68,6 +73,7 @@ def build_state(args: Namespace, device: torch.device) -> TrainingState:
 def with_optimizer(network: torch.nn.Module, lr: float, args: Namespace, device: torch.device) -> tuple:
     """The network on its device, with an AdamW and a gradient scaler of its own."""
     network.to(device)
+    network.set_grad_checkpointing(args.grad_checkpointing)
     if args.compile:
         # Block by block: the first compiles in seconds and all others of its shape reuse it.
         for module in network.modules():
