@@ -58,7 +58,7 @@ def accepts_the_same_calls(theirs: Signature, ours: Signature) -> bool:
 SIGNATURES = (
     *("", "x", "x, y", "y, x", "x, y=1", "x, y=2", "x=1, y=1", "x, y=None", "x, *, y", "x, *, y=1", "*, y=1, x"),
     *("x, /", "x, /, y=1", "x, y, z=3", "x, *args", "x, **kwargs", "**kwargs", "x, y=1, **kwargs", "*args, **kwargs"),
-    *("x, *args, y=1", "*, x", "*, x=1", "x, y=True", "x, *, y=1, z=1"),
+    *("x, *args, y=1", "x, y=1, *args", "*, x", "*, x=1", "x, y=True", "x, *, y=1, z=1"),
 )
 
 
