@@ -26,7 +26,7 @@ def test_files_of_a_folder_and_of_a_checkout(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("")
     assert tree_files(tmp_path) == {"a.py", "util/b.py", "ignored.txt"}
-    (tmp_path / ".gitignore").write_text("ignored.txt\noutput_dir/\n.venv/\n__pycache__/\n")
+    (tmp_path / ".gitignore").write_text("ignored.txt\noutput_dir/\n")
     subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
     assert tree_files(tmp_path) == {".gitignore", "a.py", "util/b.py"}
 

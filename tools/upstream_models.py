@@ -93,13 +93,13 @@ def shapes_section(theirs: Answer, ours: Answer) -> Section:
         "keys and shapes of the three model sizes are the same.",
         notes=[f"upstream: {how_it_ran(theirs)}", f"here: {how_it_ran(ours)}"],
     )
-    rows, differing = [], []
+    rows, differing, prevented = [], [], {}
     for name in mae_probe.SIZES:
         if ours.prevented(name):
             section.broken.append(f"{name} cannot be built here: {ours.prevented(name)}")
             continue
         if theirs.prevented(name):
-            section.unchecked.append(f"{name}, upstream: {theirs.prevented(name)}")
+            prevented.setdefault(theirs.prevented(name), []).append(name)
             continue
         their, our = theirs.shapes[name], ours.shapes[name]
         same = [key for key in their if their[key] == our.get(key)]
@@ -110,6 +110,7 @@ def shapes_section(theirs: Answer, ours: Answer) -> Section:
             differing += [[name, key, status, str(their.get(key, "-")), str(our.get(key, "-"))] for key in keys]
             if keys:
                 section.broken.append(f"{name}: {len(keys)} keys {status}, such as {keys[0]}")
+    section.unchecked = [f"{', '.join(names)}, upstream: {reason}" for reason, names in prevented.items()]
     section.tables = [
         Table(["model", "same", "changed", "missing", "added"], rows),
         Table(["model", "key", "status", "upstream", "here"], differing),

@@ -24,7 +24,7 @@ def tree_files(root: Path) -> set[str]:
     names = git_files(root) if (root / ".git").exists() else None
     if names is None:
         names = [path.relative_to(root).as_posix() for path in walk(root)]
-    return {name for name in names if (root / name).is_file()}
+    return {name for name in names if (root / name).is_file() and not SKIPPED.intersection(Path(name).parts)}
 
 
 def git_files(root: Path) -> list[str] | None:
@@ -187,6 +187,8 @@ def compare_signatures(theirs: Signature, ours: Signature) -> tuple[str, str]:
             broken.append(f"{name} is not taken")
         elif our.kind == Parameter.POSITIONAL_ONLY != their.kind:
             broken.append(f"{name} is taken by position only")
+        elif their.kind == Parameter.KEYWORD_ONLY != our.kind and Parameter.VAR_POSITIONAL in variable:
+            broken.append(f"{name} takes a place of *args")
         elif their.default is Parameter.empty:
             wider += [] if our.default is Parameter.empty else [f"{our} has a default"]
         elif our.default is Parameter.empty or not equal(their.default, our.default):
