@@ -73,7 +73,8 @@ else
 fi
 
 say "5/5  Draw the masks from the first checkpoint to the last, their diversity, and the curves of both runs."
-program main_visualize.py "$out/clmae" "${data[@]}" --grid masks diversity --animate --names CL-MAE --output_dir "$out/pictures"
+program main_visualize.py "$out/clmae" "${data[@]}" --grid masks diversity --animate --blocks 3 \
+    --names CL-MAE --output_dir "$out/pictures"
 program main_visualize.py "$out/mae" "$out/clmae" --curve --names MAE CL-MAE --output_dir "$out/pictures"
 
 say "Done. Look at"

@@ -46,13 +46,13 @@ def curve_figure(logs: dict[str, list[dict]]) -> Figure:
         if line is not None:
             axes.axhline(line, color="0.6", linewidth=1, linestyle="--")
             axes.text(
-                0.98,
+                0.02,
                 line,
                 meaning,
                 transform=axes.get_yaxis_transform(),
                 fontsize=7,
                 color="0.4",
-                ha="right",
+                ha="left",
                 va="bottom",
             )
         axes.set_title(title, fontsize=10)
