@@ -1,0 +1,324 @@
+"""What an iteration of CL-MAE costs beside one of MAE: time, peak memory, and where the time goes.
+
+    python -m benchmarks.bench_step                                       # mae_vit_micro_patch4 at 32 px, a minute
+    python -m benchmarks.bench_step --model mae_vit_base --batch_size 8   # ViT-B's width; minutes on 2 cores
+    python -m benchmarks.bench_step --model mae_vit_base --batch_size 64 --device cuda --amp bf16 --compile
+
+Methods alternate within each round, so what else happens on the machine hits all of them; ratios are of medians, and
+their range over rounds is shown. An iteration is engine_pretrain.py's own, on ready images: no loader is involved.
+"""
+
+import gc
+import logging
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import engine_pretrain
+import models_mae
+from main_pretrain import get_args_parser as pretrain_parser
+from models_mae import MODELS, build_mae
+from util.misc import ArgumentParser, amp_dtype, autocast, generator, logger, pick_device, run
+from util.progress import EpochLog, LossGuard
+from util.results import show_table
+from util.state import TrainingState, build_state
+
+PRESET = ("--cmm_every", "2", "--cmm_fraction", "0.25")  # with --cmm_dim at half of the width: docs/speed.md
+METHODS = {
+    "MAE": ("--masking", "random"),
+    "CL-MAE": (),
+    "--cmm_every 2": ("--cmm_every", "2"),
+    "--cmm_every 4": ("--cmm_every", "4"),
+    "--cmm_fraction 0.5": ("--cmm_fraction", "0.5"),
+    "--cmm_fraction 0.25": ("--cmm_fraction", "0.25"),
+    "--cmm_dim half": ("--cmm_dim", "half"),
+    "preset": (*PRESET, "--cmm_dim", "half"),
+}
+PLAIN = "plain MAE"  # explicit attention, and a loop that looks at every step's loss and gradient norm
+PER_TURN = 4  # iterations of a method before the next has its turn: a multiple of all --cmm_every
+
+
+def get_args_parser() -> ArgumentParser:
+    parser = ArgumentParser("benchmarks.bench_step", description=__doc__.split("\n")[0])
+    parser.add_argument("--model", default="mae_vit_micro_patch4", choices=sorted(MODELS), help="its size")
+    parser.add_argument("--input_size", default=None, type=int, help="default: 32 for micro, else 224")
+    parser.add_argument("--batch_size", default=64, type=int, help="images per iteration")
+    parser.add_argument("--rounds", default=5, type=int, help="turns of each method, after one to warm up")
+    parser.add_argument("--methods", default=list(METHODS), nargs="+", choices=[*METHODS, PLAIN], help="in this order")
+    parser.add_argument("--select", default="threshold", choices=["threshold", "topk"], help="as main_pretrain.py")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--amp", default="auto", choices=["auto", "bf16", "fp16", "off"], help="as main_pretrain.py")
+    parser.add_argument("--compile", action="store_true", help="compile the transformer blocks")
+    parser.add_argument("--grad_checkpointing", action="store_true", help="as main_pretrain.py")
+    parser.add_argument("--profile", action="store_true", help="tell where the time of a CL-MAE iteration goes")
+    parser.add_argument("--memory", action="store_true", help="peak memory of each method, in a process of its own")
+    parser.add_argument("--one", default=None, help="(internal) run this method alone and tell its peak memory")
+    return parser
+
+
+class ReadyImages:
+    """A loader's interface around one batch, given again and again."""
+
+    def __init__(self, imgs: torch.Tensor, iterations: int):
+        self.imgs, self.iterations = imgs, iterations
+
+    def set_epoch(self, epoch: int, first_batch: int = 0) -> None:
+        pass
+
+    def __len__(self) -> int:
+        return self.iterations
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, None]]:
+        return iter([(self.imgs, None)] * self.iterations)
+
+
+class Contender:
+    """One method with networks of its own, ready to iterate."""
+
+    def __init__(self, name: str, args: Namespace):
+        self.name, self.device = name, pick_device(args.device)
+        flags = [*("--model", args.model, "--batch_size", args.batch_size, "--device", args.device)]
+        flags += ["--amp", args.amp, "--select", args.select, "--norm_pix_loss", "--warmup_epochs", "0"]
+        flags += ["--compile"] if args.compile else []
+        flags += ["--grad_checkpointing"] if args.grad_checkpointing else []
+        width = build_on_meta(args.model).cls_token.shape[-1]
+        method = METHODS["MAE" if name == PLAIN else name]
+        flags += [str(width // 2) if flag == "half" else flag for flag in method]
+        self.args = pretrain_parser().parse_args(list(map(str, flags)))
+        size = args.input_size or (32 if "micro" in args.model else 224)
+        self.args.input_size = [size, size]
+        self.args.lr = self.args.cmm_lr = 1e-4
+        self.state: TrainingState = build_state(self.args, self.device)
+        self.imgs = torch.randn(args.batch_size, 3, size, size, generator=generator("bench_step"))
+        if name == PLAIN:
+            self.make_plain()
+
+    def make_plain(self) -> None:
+        """The same model with attention written out, and torch's default AdamW."""
+        for module in self.state.model.modules():
+            if hasattr(module, "fused_attn"):
+                module.fused_attn = False
+        groups = self.state.optimizer.param_groups
+        self.state.optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95))
+
+    def iterate(self, iterations: int) -> None:
+        logger.setLevel(logging.WARNING)  # the engine's own report is made, but not shown
+        if self.name == PLAIN:
+            self.iterate_plainly(iterations)
+        else:
+            self.iterate_engine(iterations)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        logger.setLevel(logging.INFO)
+
+    def iterate_engine(self, iterations: int) -> None:
+        state = self.state
+        engine_pretrain.train_one_epoch(
+            state.model,
+            ReadyImages(self.imgs, iterations),
+            state.optimizer,
+            self.device,
+            0,
+            state.scaler,
+            cmm=state.cmm,
+            optimizer_cmm=state.optimizer_cmm,
+            loss_scaler_cmm=state.scaler_cmm,
+            loss_guard=LossGuard(skip=True),
+            args=self.args,
+        )
+
+    def iterate_plainly(self, iterations: int) -> None:
+        model, optimizer, dtype = self.state.model, self.state.optimizer, amp_dtype(self.args.amp, self.device)
+        for _ in range(iterations):
+            imgs = self.imgs.to(self.device, non_blocking=True)
+            with autocast(self.device, dtype):
+                loss, _, _ = model(imgs, self.args.mask_ratio)
+            loss.item()
+            loss.backward()
+            torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm().item()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def seconds(self) -> float:
+        """Of an iteration, over one turn."""
+        gc.collect()
+        start = time.perf_counter()
+        self.iterate(PER_TURN)
+        return (time.perf_counter() - start) / PER_TURN
+
+    def gflop(self) -> float:
+        """Of an iteration, counted."""
+        # The counter knows attention only as the products it consists of.
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            self.iterate(PER_TURN)
+        return counter.get_total_flops() / PER_TURN / 1e9
+
+
+def build_on_meta(model: str) -> models_mae.MaskedAutoencoderViT:
+    with torch.device("meta"):
+        return build_mae(model)
+
+
+def measure(contenders: list[Contender], rounds: int) -> dict[str, list[float]]:
+    """Seconds of an iteration, by method and round."""
+    for contender in contenders:
+        contender.iterate(PER_TURN)
+    times = defaultdict(list)
+    for _ in range(rounds):
+        for contender in contenders:
+            times[contender.name].append(contender.seconds())
+    return times
+
+
+def report(times: dict[str, list[float]], gflop: dict[str, float], batch_size: int) -> None:
+    first = next(iter(times))
+    rows = []
+    for name, seconds in times.items():
+        ratios = [ours / base for ours, base in zip(seconds, times[first], strict=True)]
+        ratio, work = statistics.median(seconds) / statistics.median(times[first]), gflop[name] / gflop[first]
+        rows.append(
+            [
+                name,
+                f"{1000 * statistics.median(seconds):.0f}",
+                f"{batch_size / statistics.median(seconds):.1f}",
+                f"{ratio:.2f}",
+                f"{min(ratios):.2f} to {max(ratios):.2f}",
+                f"{work:.2f}",
+                f"{ratio / work:.2f}",
+            ]
+        )
+    header = ["method", "ms", "images/s", f"time / {first}", "range", "FLOPs", "time / FLOPs"]
+    show_table("an iteration (medians)", header, rows)
+
+
+# --- Where the time goes ---
+
+
+@contextmanager
+def timed(owner: object, name: str, spent: dict[str, float], label: str) -> Iterator[None]:
+    """Inside, calls of `owner.name` add their seconds to `spent[label]`."""
+    original: Callable = getattr(owner, name)
+
+    def wrapper(*args, **kwargs):
+        start = time.perf_counter()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            spent[label] += time.perf_counter() - start
+
+    setattr(owner, name, wrapper)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def profile(contender: Contender, turns: int) -> None:
+    """Shares of an iteration by part; a CPU computes while it is called, so wrapped calls tell the time."""
+    spent: dict[str, float] = defaultdict(float)
+    state = contender.state
+    parts = [
+        (state.cmm, "forward", "CMM, forward"),
+        (state.model, "forward", "MAE, forward"),
+        (engine_pretrain, "soft_error", "soft pass, forward"),
+        (torch.Tensor, "backward", "backward passes"),
+        (state.optimizer, "step", "AdamW"),
+        (state.optimizer_cmm, "step", "AdamW"),
+        (engine_pretrain, "choose_masking", "extra: threshold"),
+        (state.model, "hard_masking", "extra: sorting, padding (within MAE, forward)"),
+        (engine_pretrain, "global_loss", "extra: global loss"),
+        (engine_pretrain, "cmm_losses", "extra: losses of the CMM"),
+        (EpochLog, "add", "extra: logging"),
+    ]
+    with ExitStack() as stack:
+        for owner, name, label in parts:
+            stack.enter_context(timed(owner, name, spent, label))
+        start = time.perf_counter()
+        contender.iterate(PER_TURN * turns)
+        total = time.perf_counter() - start
+    rows = [[label, f"{100 * seconds / total:.1f} %"] for label, seconds in spent.items()]
+    extra = sum(seconds for label, seconds in spent.items() if label.startswith("extra"))
+    rows.append(["all extra work", f"{100 * extra / total:.1f} %"])
+    show_table(f"where the time of {contender.name} goes", ["part", "share"], rows)
+    show_padding(contender)
+
+
+def show_padding(contender: Contender) -> None:
+    """How much of the padded encoder input is padding, for the masks of these images."""
+    with torch.no_grad():
+        visible = contender.state.cmm(contender.imgs.to(contender.device)) >= 0.5
+    counts = visible.sum(dim=1)
+    model = contender.state.model
+    length = min(models_mae.round_up(1 + counts.max().item(), model.pad_to), 1 + visible.shape[1])
+    share = 1 - (1 + counts).float().mean().item() / length
+    logger.info(
+        "%d tokens in sequences of %d to %d, padded to %d: %.1f %% is padding",
+        counts.sum().item(),
+        1 + counts.min().item(),
+        1 + counts.max().item(),
+        length,
+        100 * share,
+    )
+
+
+# --- Memory ---
+
+
+def peak_memory(method: str, args: Namespace) -> float:
+    """Gigabytes that a few iterations take beyond what the process has after its imports."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    contender = Contender(method, args)
+    contender.iterate(PER_TURN)
+    if contender.device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 1e9
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / 1e9
+
+
+def report_memory(args: Namespace) -> None:
+    """Each method in a fresh process, because a peak is that of a process."""
+    rows, first = [], None
+    for method in args.methods:
+        command = [sys.executable, "-m", "benchmarks.bench_step", *sys.argv[1:], "--one", method]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        peak = float(done.stdout.splitlines()[-1])
+        first = first or peak
+        rows.append([method, f"{peak:.2f}", f"{peak / first:.2f}"])
+    show_table("peak memory", ["method", "GB", f"/ {args.methods[0]}"], rows)
+
+
+def main(args: Namespace) -> None:
+    if args.one:
+        logger.info("%f", peak_memory(args.one, args))
+        return
+    logger.info(
+        "%s, batch %d, %s, %d threads%s",
+        args.model,
+        args.batch_size,
+        args.device,
+        torch.get_num_threads(),
+        ", compiled" if args.compile else "",
+    )
+    if args.memory:
+        report_memory(args)
+        return
+    contenders = [Contender(name, args) for name in args.methods]
+    times = measure(contenders, args.rounds)
+    report(times, {contender.name: contender.gflop() for contender in contenders}, args.batch_size)
+    if args.profile:
+        for contender in contenders:
+            if contender.name == "CL-MAE":
+                profile(contender, args.rounds)
+
+
+if __name__ == "__main__":
+    run(main, get_args_parser())
