@@ -149,13 +149,12 @@ def mae_of(checkpoint: dict, source: str, *, model: str | None = None) -> Masked
     size = size_of(checkpoint, encoder)
     size = {} if size is None else {"img_size": size}
     norm_pix_loss = bool((checkpoint.get("args") or {}).get("norm_pix_loss"))
-    with torch.device("meta"):  # no time is lost on drawing weights that are replaced at once
-        mae = build_mae(
-            model or f"mae_{infer_model(encoder, source)}",
-            in_chans=encoder["patch_embed.proj.weight"].shape[1],
-            norm_pix_loss=norm_pix_loss,
-            **size,
-        )
+    name, in_chans = model or f"mae_{infer_model(encoder, source)}", encoder["patch_embed.proj.weight"].shape[1]
+    try:
+        with torch.device("meta"):  # no time is lost on drawing weights that are replaced at once
+            mae = build_mae(name, in_chans=in_chans, norm_pix_loss=norm_pix_loss, **size)
+    except ValueError as error:
+        raise UserError(f"{source}: {error}") from None
     check_weights(mae, weights, source)
     mae.load_state_dict({key: value.float() for key, value in weights.items()}, assign=True)
     return mae

@@ -147,6 +147,7 @@ def test_transformers_autoencoder_is_ours(export, tmp_path, norm_pix_loss, in_ch
     with torch.no_grad():
         loss, pred, mask = ours(imgs, 0.5, noise=noise)
         output = theirs(imgs, noise=noise)
+    assert theirs.config.layer_norm_eps == 1e-6, "too small a thing to see in the figures"
     close(output.logits, pred)
     close(output.loss, loss)
     assert torch.equal(output.mask, mask)
@@ -392,6 +393,7 @@ new = torch.hub.load(repo, "vit_micro_patch4", num_classes=7, source="local")
 assert new(imgs).shape == (2, 7)
 import models_mae                           # not imported before: the caller's own, too
 assert util.MINE and models_vit.MINE and models_mae.MINE
+assert sys.modules["util"] is util and sys.modules["models_vit"] is models_vit
 loss = mae(imgs, noise=torch.arange(128.0).view(2, 64))[0]
 torch.save([encoder.forward_features(imgs), pooled.forward_features(imgs), loss], "out.pth")
 """
@@ -429,3 +431,8 @@ def test_an_autoencoder_needs_its_decoder(micro, tmp_path):
         load_mae(tmp_path / "encoder.pth")
     with pytest.raises(UserError, match=r"has cls_token of shape \(1, 1, 64\), but this model needs \(1, 1, 192\)"):
         load_mae(micro.path, model="mae_vit_tiny_patch16")
+    with pytest.raises(UserError, match="unknown model 'mae_vit_giant'"):
+        load_mae(micro.path, model="mae_vit_giant")
+    save(tmp_path / "odd.pth", micro.model, input_size=33)
+    with pytest.raises(UserError, match=r"odd\.pth: image size 33x33 is not divisible"):
+        load_mae(tmp_path / "odd.pth")
