@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -12,17 +10,14 @@ import safetensors
 import timm
 import torch
 import transformers
-from conftest import ROOT
 from small_runs import SMALL
 
-import hubconf
 import main_knn
 import models_mae
 import models_vit
 import tools.export
-from models_vit import SIZES, encoder_weights, load_encoder, load_mae
+from models_vit import SIZES, encoder_weights, load_encoder
 from util.checkpoint import load_checkpoint, save_checkpoint
-from util.misc import UserError
 from util.provenance import git_commit
 from util.resume import load_init
 
@@ -378,61 +373,3 @@ def test_a_full_disk_leaves_nothing_half_written(program, micro, tmp_path, monke
     assert code == 2
     assert "No space left on device" in err
     assert os.listdir(tmp_path) == [micro.path.name]
-
-
-# --- torch.hub ---
-
-HUB = """
-import sys, torch, util, models_vit        # the caller's own
-repo, run = sys.argv[1:]
-encoder = torch.hub.load(repo, "encoder", run, source="local")
-imgs = torch.ones(2, 3, 32, 32)
-pooled = torch.hub.load(repo, "encoder", run, global_pool=True, source="local")
-mae = torch.hub.load(repo, "mae_vit_micro_patch4", run, source="local")
-new = torch.hub.load(repo, "vit_micro_patch4", num_classes=7, source="local")
-assert new(imgs).shape == (2, 7)
-import models_mae                           # not imported before: the caller's own, too
-assert util.MINE and models_vit.MINE and models_mae.MINE
-assert sys.modules["util"] is util and sys.modules["models_vit"] is models_vit
-loss = mae(imgs, noise=torch.arange(128.0).view(2, 64))[0]
-torch.save([encoder.forward_features(imgs), pooled.forward_features(imgs), loss], "out.pth")
-"""
-
-
-def test_hub_gives_the_encoder_to_a_program_with_modules_of_the_same_names(micro, tmp_path):
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    for name in ("util", "models_vit", "models_mae"):
-        (elsewhere / f"{name}.py").write_text("MINE = True\n")
-    (elsewhere / "program.py").write_text(HUB)
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "program.py", ROOT, micro.path.parent]
-    result = subprocess.run(command, cwd=elsewhere, env=env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    token, mean, loss = torch.load(elsewhere / "out.pth")
-    imgs = torch.ones(2, 3, 32, 32)
-    assert torch.equal(token, load_encoder(micro.path).forward_features(imgs))
-    assert torch.equal(mean, load_encoder(micro.path, global_pool=True).forward_features(imgs))
-    assert torch.equal(loss, micro.model(imgs, noise=torch.arange(128.0).view(2, 64))[0])
-
-
-def test_hub_lists_documented_entries_and_nothing_else():
-    entries = {name: value for name, value in vars(hubconf).items() if callable(value) and not name.startswith("_")}
-    assert entries.keys() == {"encoder", "mae", *SIZES, *(f"mae_{name}" for name in SIZES)}
-    assert all(entry.__doc__ for entry in entries.values())
-    with torch.device("meta"):
-        assert hubconf.mae_vit_base_patch16().blocks[0].attn.num_heads == 12
-    assert models_vit is sys.modules["models_vit"], "importing it leaves the caller's modules alone"
-
-
-def test_an_autoencoder_needs_its_decoder(micro, tmp_path):
-    torch.save(encoder_weights({"model": micro.model.state_dict()}, ""), tmp_path / "encoder.pth")
-    with pytest.raises(UserError, match=r"encoder\.pth has no decoder"):
-        load_mae(tmp_path / "encoder.pth")
-    with pytest.raises(UserError, match=r"has cls_token of shape \(1, 1, 64\), but this model needs \(1, 1, 192\)"):
-        load_mae(micro.path, model="mae_vit_tiny_patch16")
-    with pytest.raises(UserError, match="unknown model 'mae_vit_giant'"):
-        load_mae(micro.path, model="mae_vit_giant")
-    save(tmp_path / "odd.pth", micro.model, input_size=33)
-    with pytest.raises(UserError, match=r"odd\.pth: image size 33x33 is not divisible"):
-        load_mae(tmp_path / "odd.pth")
