@@ -211,7 +211,7 @@ def test_official_weights_without_flags(draw, tmp_path):
     torch.save({"model": encoder}, tmp_path / "encoder.pth")
     code, _, err, _ = draw(tmp_path / "encoder.pth", *SHAPES)
     assert code == 2
-    assert "encoder.pth holds an encoder alone" in err
+    assert "encoder.pth has no decoder" in err
 
 
 def test_topk_masks_are_drawn_as_trained(runs, tmp_path):
