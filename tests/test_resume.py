@@ -124,6 +124,7 @@ def test_what_may_change_between_parts_of_a_run(cli, tmp_path, one_class):
     defaults = vars(get_args_parser().parse_args([]))
     alone = defaults | {"batch_size": 8, "world_size": 1}
     assert differences(alone, defaults | {"batch_size": 4, "world_size": 2}) == []
+    assert differences({"commit": "0123456789ab"}, {"commit": "ba9876543210-dirty"}) == []
     assert differences(alone, defaults | {"batch_size": 8, "world_size": 2}) == ["images per iteration 8, now 16"]
 
 
