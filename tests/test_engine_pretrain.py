@@ -9,7 +9,7 @@ from timm.models.vision_transformer import Block
 
 from engine_pretrain import choose_masking, cmm_losses, frozen, images_to_judge, soft_error, train_one_epoch
 from main_pretrain import check_args, get_args_parser, settle_batch_and_rates
-from util.datasets import build_pretrain_loader
+from util.datasets import build_pretrain_loader, normalise
 from util.misc import NativeScalerWithGradNormCount, TrainingDiverged
 from util.progress import LossGuard
 from util.state import build_state
@@ -213,7 +213,7 @@ def test_frozen_gives_the_weights_back():
 
 def test_joint_loss_weighs_its_parts():
     args, state, loader = setup("--lambda_gauss", 3, "--lambda_kl", 5, "--lambda_div", 7)
-    imgs, _ = next(iter(loader))
+    imgs = normalise(next(iter(loader))[0])
     keep_prob = state.cmm(imgs)
     losses = cmm_losses(keep_prob, soft_error(state.model, imgs, keep_prob), -0.5, args)
     parts = {name.split("/")[1]: value.item() for name, value in losses.items()}
@@ -230,7 +230,7 @@ def test_what_stays_visible():
     assert torch.equal(choose_masking(imgs, keep_prob, 10, 0, 0, args)["visible"], keep_prob >= 0.5)
 
     args, state, loader = setup("--select", "topk", "--mask_ratio", 0.6)
-    imgs, _ = next(iter(loader))
+    imgs = normalise(next(iter(loader))[0])
     keep_prob = state.cmm(imgs)  # 16 patches, int(16 * 0.4) = 6 stay
     _, _, mask = state.model(imgs, 0.6, **choose_masking(imgs, keep_prob, 16, 0, 0, args))
     largest = keep_prob.topk(6).indices
@@ -255,7 +255,8 @@ def test_accumulation_averages_over_micro_batches(masking):
     args, state, loader = setup("--masking", masking, "--accum_iter", 2, "--batch_size", 16)
     _, expected, _ = setup("--masking", masking, "--accum_iter", 2, "--batch_size", 16)
     total = 0
-    for i, (imgs, _) in enumerate(loader):
+    for i, (pixels, _) in enumerate(loader):
+        imgs = normalise(pixels)
         keep_prob = expected.cmm(imgs) if expected.cmm else None
         total = total + expected.model(imgs, args.mask_ratio, **choose_masking(imgs, keep_prob, 16, 0, i, args))[0] / 2
     expected.scaler(total, expected.optimizer)
