@@ -28,6 +28,7 @@ import engine_pretrain
 import models_mae
 from main_pretrain import get_args_parser as pretrain_parser
 from models_mae import MODELS, build_mae
+from util.datasets import normalise
 from util.misc import ArgumentParser, amp_dtype, autocast, generator, logger, pick_device, run
 from util.progress import EpochLog, LossGuard
 from util.results import show_table
@@ -99,7 +100,8 @@ class Contender:
         self.args.input_size = [size, size]
         self.args.lr = self.args.cmm_lr = 1e-4
         self.state: TrainingState = build_state(self.args, self.device)
-        self.imgs = torch.randn(args.batch_size, 3, size, size, generator=generator("bench_step"))
+        shape = (args.batch_size, 3, size, size)
+        self.imgs = torch.randint(256, shape, dtype=torch.uint8, generator=generator("bench_step"))
         if name == PLAIN:
             self.make_plain()
 
@@ -140,7 +142,7 @@ class Contender:
     def iterate_plainly(self, iterations: int) -> None:
         model, optimizer, dtype = self.state.model, self.state.optimizer, amp_dtype(self.args.amp, self.device)
         for _ in range(iterations):
-            imgs = self.imgs.to(self.device, non_blocking=True)
+            imgs = normalise(self.imgs.to(self.device, non_blocking=True))
             with autocast(self.device, dtype):
                 loss, _, _ = model(imgs, self.args.mask_ratio)
             loss.item()
@@ -256,7 +258,7 @@ def profile(contender: Contender, turns: int) -> None:
 def show_padding(contender: Contender) -> None:
     """How much of the padded encoder input is padding, for the masks of these images."""
     with torch.no_grad():
-        visible = contender.state.cmm(contender.imgs.to(contender.device)) >= 0.5
+        visible = contender.state.cmm(normalise(contender.imgs.to(contender.device))) >= 0.5
     counts = visible.sum(dim=1)
     model = contender.state.model
     length = min(models_mae.round_up(1 + counts.max().item(), model.pad_to), 1 + visible.shape[1])
