@@ -110,7 +110,7 @@ def test_between_its_updates_the_cmm_is_only_asked():
 
 def test_a_share_of_the_images_teaches_the_curriculum_and_all_the_rest():
     args, state, loader = setup("--cmm_fraction", 0.25)
-    imgs, _ = next(iter(loader))
+    imgs = normalise(next(iter(loader))[0])
     keep_prob = state.cmm(imgs).detach()
     judged, here = images_to_judge(8, 0.25)
     assert judged == here == [0, 4]
@@ -143,7 +143,7 @@ def test_checkpointing_changes_memory_and_nothing_else():
         assert state.scaler_cmm.with_gradient == [{"cmm"}] * 4
     for network in ("model", "cmm"):
         assert torch.equal(weights(getattr(plain[1], network)), weights(getattr(checked[1], network)))
-    imgs, _ = next(iter(plain[2]))
+    imgs = normalise(next(iter(plain[2]))[0])
 
     def kept(state):
         """Numbers kept for the backward pass of an MAE step."""
@@ -158,7 +158,7 @@ def test_checkpointing_changes_memory_and_nothing_else():
 def test_the_soft_pass_keeps_nothing_that_only_weight_gradients_need():
     """A block's second layer needs its input, 4 times as wide, for its weights alone: only GELU's own input is kept."""
     _, state, loader = setup()
-    imgs, _ = next(iter(loader))
+    imgs = normalise(next(iter(loader))[0])
     keep_prob = state.cmm(imgs)
 
     def wide_tensors(compute):
@@ -180,7 +180,7 @@ def test_new_numbers_of_visible_tokens_are_not_compiled_anew(monkeypatch):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     _, state, loader = setup("--compile")
-    imgs, _ = next(iter(loader))
+    imgs = normalise(next(iter(loader))[0])
     compiled = []
     for most in range(2, 16):  # a batch with 1 to `most` visible tokens
         visible = torch.arange(16) < torch.linspace(1, most, 8).round()[:, None]
