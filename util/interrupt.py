@@ -1,11 +1,10 @@
 """An orderly end on SIGTERM, SIGUSR1 and SIGUSR2, which is what schedulers send before they kill."""
 
-import os
 import signal
 
 import torch
 
-from util.misc import STOP_SIGNALS, all_reduce_max
+from util.misc import STOP_SIGNALS, all_reduce_max, orphaned
 
 
 class StopRequest:
@@ -13,8 +12,6 @@ class StopRequest:
 
     def __init__(self):
         self.received: set[signal.Signals] = set()
-        # Processes whose torchrun is gone must not train on: a new one may be writing to the same folder.
-        self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
     def __enter__(self) -> "StopRequest":
         self._handlers = {number: signal.signal(number, self._remember) for number in STOP_SIGNALS}
@@ -28,16 +25,16 @@ class StopRequest:
         self.received.add(signal.Signals(number))
 
     def agreed(self) -> bool:
-        """Whether any process is to stop: the same answer on all, which must all ask. Waits for no device."""
-        return bool(all_reduce_max(torch.tensor(bool(self.received) or self.orphaned(), dtype=torch.uint8)))
+        """Whether any process is to stop: the same answer on all, which must all ask. Waits for no device.
 
-    def orphaned(self) -> bool:
-        return self._launcher is not None and os.getppid() != self._launcher
+        Processes whose torchrun is gone must not train on, either: a new one may be writing to the same folder.
+        """
+        return bool(all_reduce_max(torch.tensor(bool(self.received) or orphaned(), dtype=torch.uint8)))
 
     def names(self) -> str:
         if self.received:
             return ", ".join(sorted(number.name for number in self.received))
-        return "the end of torchrun" if self.orphaned() else "a signal to another process"
+        return "the end of torchrun" if orphaned() else "a signal to another process"
 
 
 def outlive_signals(_worker: int = 0) -> None:

@@ -186,6 +186,7 @@ def init_distributed_mode(args: argparse.Namespace) -> torch.device:
     args.world_size = int(os.environ.get("WORLD_SIZE", 1))
     if args.world_size == 1:
         return device
+    note_launcher()
     if "RANK" not in os.environ:
         raise UserError("WORLD_SIZE is set, but RANK is not: start several processes with torchrun")
     backend = "gloo"
@@ -198,6 +199,21 @@ def init_distributed_mode(args: argparse.Namespace) -> torch.device:
     if not is_main_process():
         logger.setLevel(logging.ERROR)  # the first process speaks for all
     return device
+
+
+_launcher: int | None = None
+
+
+def note_launcher() -> None:
+    """Remember torchrun's process. Joining the others needs it, so whoever is the parent before that is torchrun, and
+    not yet who inherits the children of a torchrun that is gone."""
+    global _launcher
+    _launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+
+
+def orphaned() -> bool:
+    """Whether torchrun started this process, and is gone."""
+    return _launcher is not None and os.getppid() != _launcher
 
 
 def use_slurm_step() -> None:
