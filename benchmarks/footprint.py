@@ -3,8 +3,8 @@
     python -m benchmarks.footprint                                    # ViT-B, -L and -H: 5 minutes and 7 GB on one core
     python -m benchmarks.footprint --models mae_vit_small_patch16 --tflops 60
 
-The project's own passes run on the CPU with one or two images. FLOPs are counted in float32; tensors kept for the
-backward pass are measured under bf16 autocast, as on a GPU. The rest is arithmetic.
+The project's own passes run with one or two images. FLOPs are counted from their shapes, without computing; tensors
+kept for the backward pass are measured on the CPU under bf16 autocast, as on a GPU. The rest is arithmetic.
 Images have 224 px, and the MAE sees exactly a quarter of the patches: random masks, or the CMM's with --select topk.
 """
 

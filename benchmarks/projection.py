@@ -41,6 +41,8 @@ EPOCHS = 800
 GLOBAL_BATCH = 4096
 UPSTREAM_MODEL, UPSTREAM_HOURS, UPSTREAM_GPUS = "ViT-L/16", 42, 64  # upstream's PRETRAIN.md: 800 epochs, V100
 V100_PEAK, A100_PEAK = 125, 312  # TFLOP/s of tensor cores: fp16 and bf16
+MEASURED_OVERHEADS = """Runs of `benchmarks/bench_step.py` gave 0.9 to 0.98 and 0.81 to 1.06, with
+  mae_vit_micro_patch4 on one thread of a shared CPU."""
 OPTIMISTIC = 100.0  # TFLOP/s of an A100, the rate of benchmarks/footprint.py
 
 
@@ -282,8 +284,9 @@ The preset is `--cmm_every 2 --cmm_fraction 0.25 --cmm_dim HALF`, HALF being hal
   a third of the peak, where nothing waits for images or the network, so a lower bound.
 - **FLOPs** of an iteration: MAE and CMM forward, always; CMM backward and the soft pass, when the CMM learns: with
   the preset in every second iteration, and the soft pass on a quarter of the images. The smaller CMM is counted, too.
-- **time / MAE** is FLOPs / MAE times the measured time per FLOP, relative to MAE's: {overhead:g} for CL-MAE and
-  {overhead_preset:g} for the preset, on one thread of a CPU, for a small model. On a GPU it is not known.
+- **time / MAE** is FLOPs / MAE times the time per FLOP, relative to MAE's, taken to be {overhead:g} for CL-MAE and
+  {overhead_preset:g} for the preset. {MEASURED_OVERHEADS}
+  On a GPU the factors are not known; with 1, time / MAE is FLOPs / MAE.
 
 ## Memory of a GPU (GB, 10^9 bytes)
 
