@@ -41,7 +41,7 @@ except ImportError:
 
 EPOCHS, WARMUP = 90, 10  # upstream's
 GRAD_TOLERANCE = 1e-4  # of fit_softmax: the largest component of the gradient of the sum
-RATES = (0.1, 1.0, 10.0, 100.0)  # --blr; the first is upstream's
+RATES = (0.1, 1.0, 3.0, 10.0)  # --blr; the first is upstream's
 SPREAD = 0.4  # of the class centres: one shot gets some test vectors right, all features nearly all
 
 Solver = Callable[[torch.Tensor, torch.Tensor, Namespace], LinearHeads]
@@ -63,6 +63,7 @@ def get_args_parser() -> ArgumentParser:
     parser.add_argument("--train", default=5000, type=int, help="training features")
     parser.add_argument("--test", default=5000, type=int, help="test features")
     parser.add_argument("--width", default=768, type=int, help="of the features")
+    parser.add_argument("--flush_denormal", action="store_true", help="numbers below 1e-38 count as 0, as on a GPU")
     parser.add_argument("--l2", default=1.0, type=float, help="as main_fewshot.py")
     return parser
 
@@ -261,6 +262,7 @@ PARTS = {"protocol": bench_protocol, "fewshot": bench_fewshot, "full": bench_ful
 def main(args: Namespace) -> None:
     check_args(args)
     torch.set_num_threads(args.threads)
+    torch.set_flush_denormal(args.flush_denormal)
     warnings.filterwarnings("ignore", "The number of unique classes")  # one shot is meant to be one
     for part in args.parts:
         PARTS[part](args)
