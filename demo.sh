@@ -14,21 +14,22 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > 1 ? cores - 1 : 1))}
 
 # --- The data ---
 data=(--data_set shapes --shapes_images 5120)              # drawn from a seed, no files needed
-name=shapes batch=64 epochs=8 labels=yes
+name=shapes batch=64 probe=512 epochs=8 labels=yes
 if [ -n "${DATA:-}" ]; then
     [ -d "$DATA" ] || { echo "DATA=$DATA is not a folder" >&2; exit 2; }
     name=$(basename "$(realpath "$DATA")")
     train=$DATA; [ ! -d "$DATA/train" ] || train=$DATA/train
     data=(--data_path "$DATA" --max_images 5120)           # more would take longer than a coffee
+    images=$(find -L "$train" -type f | head -n 5120 | wc -l)
     if ! [ -d "$DATA/val" ] && ! [ -d "$DATA/test" ]; then
-        if [ -n "$(find -L "$train" -mindepth 2 -type f -print -quit)" ]; then
+        if [ "$images" -ge 10 ] && [ -n "$(find -L "$train" -mindepth 2 -type f -print -quit)" ]; then
             data+=(--split 0.8)                            # class folders: a fifth of each is for testing
         else
-            labels=no                                      # just files: there is nothing to judge by
+            labels=no                                      # just files, or hardly any: there is nothing to judge by
         fi
     fi
-    images=$(find -L "$train" -type f | head -n 5120 | wc -l)
     batch=$((images < 80 ? (images + 2) / 3 : 64))         # few images: still a few steps per epoch
+    probe=$((images < 1000 ? batch : 512))
     epochs=$((images < 410 ? 100 : 41000 / images))        # as many images seen as in the demo on shapes, or less
 fi
 out=output_dir/demo/$name
@@ -62,14 +63,14 @@ if [ $labels = yes ]; then
     say "3/5  Judge both encoders: neighbours, a linear layer, a linear layer on a few images per class."
     for run in mae clmae; do
         evaluate knn $run
-        evaluate linprobe $run --cache_features --runs 3 --lr_grid 1 3 10 30
+        evaluate linprobe $run --batch_size $probe --cache_features --runs 3 --lr_grid 1 3 10 30
         evaluate fewshot $run
     done
     say "4/5  Compare. A gain counts if p < 0.001 (*); at this size, after minutes, do not expect one."
     program main_compare.py "$out/eval/mae" "$out/eval/clmae" --names MAE CL-MAE --output_dir "$out/compare" \
         || [ $? -eq 2 ]
 else
-    say "3/5, 4/5  There are no class folders in $DATA, hence no labels to judge the encoders by."
+    say "3/5, 4/5  There are no class folders in $DATA, or hardly any images: no labels to judge the encoders by."
 fi
 
 say "5/5  Draw the masks from the first checkpoint to the last, their diversity, and the curves of both runs."

@@ -30,7 +30,7 @@ from models_cmm import (
     lambda_cl,
 )
 from models_mae import MaskedAutoencoderViT
-from util.datasets import ImageLoader
+from util.datasets import ImageLoader, normalise
 from util.lr_sched import adjust_learning_rate, learning_rate, set_learning_rate
 from util.misc import (
     NativeScalerWithGradNormCount,
@@ -86,7 +86,7 @@ def train_one_epoch(
         exchange_gradients(update, model, cmm)
         epochs_passed = step / steps_per_epoch
         lr = adjust_learning_rate(optimizer, epochs_passed, args)
-        imgs = imgs.to(device, non_blocking=True)
+        imgs = normalise(imgs.to(device, non_blocking=True))
 
         # Forward of the CMM. Its weights do not change before step 2 ends, so this one pass serves both steps.
         keep_prob, learn_masks = None, cmm is not None and step % args.cmm_every == 0

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from models_vit import VisionTransformer
-from util.datasets import EpochBatches, ImageLoader
+from util.datasets import EpochBatches, ImageLoader, normalise
 from util.features import FeatureSet
 from util.lars import LARS
 from util.lr_sched import learning_rate, set_learning_rate
@@ -138,8 +138,9 @@ class EncodedBatches:
         self.loader.set_epoch(epoch)
         images = self.loader.batches.batch_size
         for imgs, labels in tracked(self.loader, f"epoch {epoch}", len(self), images, "images/s"):
+            imgs = normalise(imgs.to(self.device, non_blocking=True))
             with torch.no_grad(), autocast(self.device, self.amp):
-                features = self.encoder.forward_features(imgs.to(self.device, non_blocking=True)).float()
+                features = self.encoder.forward_features(imgs).float()
             labels = labels.to(self.device, non_blocking=True)
             yield gather_rows(features, equal=True)[None], gather_rows(labels, equal=True)[None]
 

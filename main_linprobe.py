@@ -11,7 +11,6 @@ On a machine with no GPU and no images, with random weights as the floor:
     python main_linprobe.py --model vit_micro_patch4 --data_set shapes --cache_features --num_workers 2
 """
 
-import copy
 import os
 from argparse import Namespace
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ import torch
 from engine_probe import CachedBatches, EncodedBatches, LinearHeads, build_optimizer, predict, train_one_epoch
 from util import checkpoint as ckpt
 from util.arguments import check_at_least
-from util.datasets import EpochBatches, ImageLoader, build_probe_transform
+from util.datasets import AugmentedDataset, EpochBatches, ImageLoader, probe_augmentation
 from util.evaluation import Subject, add_evaluation_arguments, open_subject
 from util.features import FeatureSet
 from util.metrics import accuracies, summary
@@ -119,10 +118,10 @@ def build_batches(
     if args.cache_features:
         batches = CachedBatches(train if chosen is None else train.take(chosen), seeds, global_batch, device)
     else:
-        dataset = copy.copy(subject.datasets["train"])
-        dataset.transform, (dataset.seed,) = build_probe_transform(args), seeds
+        source, (seed,) = subject.datasets["train"].source, seeds
+        dataset = AugmentedDataset(source, probe_augmentation(args), seed, args.max_bad_images)
         subset = None if chosen is None else train.indices[chosen].tolist()
-        order = EpochBatches(len(dataset), args.batch_size, dataset.seed, get_rank(), get_world_size(), subset)
+        order = EpochBatches(len(dataset), args.batch_size, seed, get_rank(), get_world_size(), subset)
         pin_mem = args.pin_mem and device.type == "cuda"
         loader = ImageLoader(dataset, order, num_workers=args.num_workers, pin_mem=pin_mem)
         batches = EncodedBatches(subject.encoder, loader, device, amp_dtype(args.amp, device))
@@ -199,7 +198,7 @@ def choose_rate(
 
 def unfinished_files(subject: Subject, groups: list[list[int]], args: Namespace) -> dict[str, Unfinished]:
     """Where each training keeps its state. With cached features nowhere: starting over is quicker than looking."""
-    identity = {name: getattr(args, name) for name in (*SETTINGS, "blr", "lr", "nb_classes", "seed")}
+    identity = {name: getattr(args, name) for name in (*SETTINGS, "blr", "lr", "nb_classes", "seed", "exact_decode")}
     identity |= subject.settings() | {"processes": get_world_size(), "checkpoint": subject.checkpoint_sha256}
     kept = args.output_dir and not args.cache_features and not args.eval
     identity |= {f"images of {split}": subject.fingerprint(split) for split in ("train", "val") if kept}

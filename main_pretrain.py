@@ -51,6 +51,7 @@ from util.misc import (
 )
 from util.monitor import Monitor
 from util.progress import Board, LossGuard, brief
+from util.provenance import git_commit
 from util.resume import Start, begin, data_identity
 from util.saver import Saver
 from util.state import TrainingState, build_state
@@ -255,6 +256,7 @@ def main(args: Namespace) -> None:
     data_loader = build_pretrain_loader(args)
     args.data_identity = data_identity(data_loader.dataset.source, args)
     args.precision = precision(args.amp, device)
+    args.commit = git_commit() if is_main_process() else None
     steps_per_epoch = count_steps(data_loader, args)
     monitor = Monitor(args, device)
     state = build_state(args, device)

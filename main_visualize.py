@@ -20,7 +20,8 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from util.arguments import add_data_arguments, check_at_least, check_data_args
 from util.curves import curve_figure, read_log
-from util.datasets import MODES, build_eval_transform
+from util.datasets import build_eval_transform
+from util.decode import MODES, to_mode
 from util.figures import FORMATS, save_figure, short_names
 from util.mask_figures import Block, animation, diversity_figure, draw_block, masks_figure
 from util.misc import ArgumentParser, UserError, file_name, generator, logger, pick_device, run
@@ -133,7 +134,7 @@ def as_input(images: list[Image.Image], snapshot: Snapshot, device: torch.device
     """Images [N, C, H, W] as the snapshot's networks take them."""
     size, in_chans = snapshot.model.patch_embed.img_size, snapshot.model.in_chans
     transform = build_eval_transform(Namespace(input_size=list(size), in_chans=in_chans))
-    return torch.stack([transform(image.convert(MODES[in_chans])) for image in images]).to(device)
+    return torch.stack([transform(to_mode(image, MODES[in_chans])) for image in images]).to(device)
 
 
 def draw_blocks(checkpoints: list[tuple[str, Path]], images: list[Image.Image], args: Namespace) -> list[Block]:

@@ -13,8 +13,8 @@ from pathlib import Path
 import timm.models.vision_transformer
 import torch
 
-from models_mae import build_mae, check_divisible, vit_layer_norm
-from util.checkpoint import LAST, load_checkpoint, load_weights, numbered_checkpoints
+from models_mae import MaskedAutoencoderViT, build_mae, check_divisible, vit_layer_norm
+from util.checkpoint import LAST, check_weights, load_checkpoint, load_weights, numbered_checkpoints
 from util.misc import UserError, derive_seed
 from util.pos_embed import interpolate_pos_embed
 
@@ -105,11 +105,27 @@ def load_encoder(
     if model is not None and model not in MODELS:
         raise UserError(f"--model {model} is unknown; known are {', '.join(MODELS)}")
     if path is None:
-        weights, trained_size, source = random_weights(model, input_size, in_chans, seed), input_size, "random weights"
+        weights = random_weights(model, input_size, in_chans, seed)
+        checkpoint, source = {"model": weights, "args": {"input_size": input_size}}, "random weights"
     else:
         checkpoint, source = load_checkpoint(path), str(path)
-        weights = encoder_weights(checkpoint, source)
-        trained_size = size_of(checkpoint, weights)
+    return encoder_of(
+        checkpoint, source, model=model, input_size=input_size, in_chans=in_chans, global_pool=global_pool
+    )
+
+
+def encoder_of(
+    checkpoint: dict,
+    source: str,
+    *,
+    model: str | None = None,
+    input_size: tuple[int, int] | None = None,
+    in_chans: int | None = None,
+    global_pool: bool = False,
+) -> VisionTransformer:
+    """As `load_encoder`, of a checkpoint that is in memory; `source` is its name in errors."""
+    weights = encoder_weights(checkpoint, source)
+    trained_size = size_of(checkpoint, weights)
     name = model or infer_model(weights, source)
     channels = weights["patch_embed.proj.weight"].shape[1]
     if in_chans not in (None, channels):
@@ -119,13 +135,38 @@ def load_encoder(
     return encoder.requires_grad_(False).eval()
 
 
-def find_checkpoint(path: str) -> Path:
+def load_mae(path: str | Path, *, model: str | None = None) -> MaskedAutoencoderViT:
+    """The whole autoencoder of a checkpoint, ready to train; `model`, such as mae_vit_base, is inferred if None."""
+    return mae_of(load_checkpoint(path), str(path), model=model)
+
+
+def mae_of(checkpoint: dict, source: str, *, model: str | None = None) -> MaskedAutoencoderViT:
+    """As `load_mae`, of a checkpoint that is in memory."""
+    encoder = encoder_weights(checkpoint, source)
+    weights = checkpoint.get("model", checkpoint)
+    if "mask_token" not in weights:
+        raise UserError(f"{source} has no decoder: it holds an encoder alone")
+    size = size_of(checkpoint, encoder)
+    size = {} if size is None else {"img_size": size}
+    norm_pix_loss = bool((checkpoint.get("args") or {}).get("norm_pix_loss"))
+    name, in_chans = model or f"mae_{infer_model(encoder, source)}", encoder["patch_embed.proj.weight"].shape[1]
+    try:
+        with torch.device("meta"):  # no time is lost on drawing weights that are replaced at once
+            mae = build_mae(name, in_chans=in_chans, norm_pix_loss=norm_pix_loss, **size)
+    except ValueError as error:
+        raise UserError(f"{source}: {error}") from None
+    check_weights(mae, weights, source)
+    mae.load_state_dict({key: value.float() for key, value in weights.items()}, assign=True)
+    return mae
+
+
+def find_checkpoint(path: str, flag: str = "--finetune") -> Path:
     """`path` itself or, for a run's folder, its newest checkpoint; one of a whole epoch, if there is any."""
     if not Path(path).is_dir():
         return Path(path)
     found = [*numbered_checkpoints(Path(path)), *Path(path).glob(LAST)]
     if not found:
-        raise UserError(f"--finetune {path} is a folder without checkpoint-N.pth")
+        raise UserError(f"{flag} {path} is a folder without checkpoint-N.pth")
     return found[0]
 
 

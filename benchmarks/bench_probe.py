@@ -63,7 +63,7 @@ def get_args_parser() -> ArgumentParser:
     parser.add_argument("--train", default=5000, type=int, help="training features")
     parser.add_argument("--test", default=5000, type=int, help="test features")
     parser.add_argument("--width", default=768, type=int, help="of the features")
-    parser.add_argument("--flush_denormal", action="store_true", help="numbers below 1e-38 count as 0, as on a GPU")
+    parser.add_argument("--flush_denormal", action="store_true", help="numbers below 1e-38 count as 0")
     parser.add_argument("--l2", default=1.0, type=float, help="as main_fewshot.py")
     return parser
 

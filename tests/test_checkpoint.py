@@ -12,6 +12,7 @@ from util.checkpoint import (
     newest_checkpoint,
     numbered_checkpoints,
     save_checkpoint,
+    save_safetensors,
 )
 from util.misc import UserError
 
@@ -82,6 +83,31 @@ def test_damaged_files_are_named(tmp_path, damage):
         path.mkdir()
     with pytest.raises(UserError, match=r"checkpoint-1\.pth"):
         load_checkpoint(path)
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty", "truncated", "garbage", "folder"])
+def test_damaged_safetensors_are_named(tmp_path, damage):
+    path = tmp_path / "model.safetensors"
+    if damage == "empty":
+        path.touch()
+    elif damage == "truncated":
+        save_safetensors(path, {"w": torch.rand(1000)}, {})
+        path.write_bytes(path.read_bytes()[:2000])
+    elif damage == "garbage":
+        path.write_bytes(bytes(range(256)) * 10)
+    elif damage == "folder":
+        path.mkdir()
+    with pytest.raises(UserError, match=r"the checkpoint .*model\.safetensors"):
+        load_checkpoint(path)
+
+
+def test_another_programs_header_is_no_flag(tmp_path):
+    header = {"format": "pt", "input_size": "224x224", "mask_ratio": "high", "norm_pix_loss": "true"}
+    save_safetensors(tmp_path / "a.safetensors", {"w": torch.arange(3.0)}, header)
+    loaded = load_checkpoint(tmp_path / "a.safetensors")
+    assert torch.equal(loaded["model"]["w"], torch.arange(3.0))
+    assert loaded["metadata"] == header
+    assert loaded["args"] == {"norm_pix_loss": True}
 
 
 def test_newest_readable_checkpoint(tmp_path, caplog):

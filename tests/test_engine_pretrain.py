@@ -1,13 +1,15 @@
 """The two-step iteration: who changes when, what is computed for whom, and how often."""
 
+import functools
 import itertools
 
 import pytest
 import torch
+from timm.models.vision_transformer import Block
 
-from engine_pretrain import choose_masking, cmm_losses, frozen, soft_error, train_one_epoch
+from engine_pretrain import choose_masking, cmm_losses, frozen, images_to_judge, soft_error, train_one_epoch
 from main_pretrain import check_args, get_args_parser, settle_batch_and_rates
-from util.datasets import build_pretrain_loader
+from util.datasets import build_pretrain_loader, normalise
 from util.misc import NativeScalerWithGradNormCount, TrainingDiverged
 from util.progress import LossGuard
 from util.state import build_state
@@ -94,6 +96,102 @@ def test_each_step_changes_its_own_network_and_computes_gradients_for_no_other()
     assert len(calls) == 4, "one forward of the CMM per iteration"
 
 
+def test_between_its_updates_the_cmm_is_only_asked():
+    args, state, loader = setup("--cmm_every", 3, "--epochs", 1)
+    state.scaler, state.scaler_cmm = Witness(state), Witness(state)
+    graphs = []
+    state.cmm.register_forward_hook(lambda *call: graphs.append(call[-1].requires_grad))
+    stats = train(args, state, loader)
+    assert state.scaler.changed == [{"mae"}] * 4
+    assert state.scaler_cmm.changed == [{"cmm"}] * 2, "in the first and in the fourth iteration"
+    assert graphs == [True, False, False, True], "no graph is built in between"
+    assert stats["cmm/lambda_cl"] == pytest.approx(sum(1 - 1.1 * step / 4 for step in range(4)) / 4)
+
+
+def test_a_share_of_the_images_teaches_the_curriculum_and_all_the_rest():
+    args, state, loader = setup("--cmm_fraction", 0.25)
+    imgs, _ = next(iter(loader))
+    keep_prob = state.cmm(imgs).detach()
+    judged, here = images_to_judge(8, 0.25)
+    assert judged == here == [0, 4]
+    error = soft_error(state.model, imgs[[0, 4]], keep_prob[[0, 4]])
+    losses = cmm_losses(keep_prob, error, 0.5, args, judged)
+    removed = 1 - keep_prob[[0, 4]]
+    assert losses["cmm/curriculum"].item() == pytest.approx((0.5 * (removed * error).sum() / removed.sum()).item())
+    whole = cmm_losses(keep_prob, soft_error(state.model, imgs, keep_prob), 0.5, args)
+    for part in ("cmm/gauss", "cmm/kl", "cmm/div"):
+        assert losses[part] == whole[part]
+    seen = []
+    state.model.patch_embed.register_forward_hook(lambda *call: seen.append(len(call[1][0])))
+    train(args, state, loader)
+    assert seen == [8, 2] * 4
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.3, 0.5, 0.99, 1])
+@pytest.mark.parametrize("n", [1, 7, 64])
+def test_judged_images_are_spread_and_never_none(n, fraction):
+    rows = torch.arange(n)[images_to_judge(n, fraction)[1]].tolist()
+    assert len(rows) == len(set(rows)) == max(round(fraction * n), 1)
+    assert max(b - a for a, b in itertools.pairwise([*rows, n])) <= -(-n // len(rows))
+
+
+def test_checkpointing_changes_memory_and_nothing_else():
+    plain, checked = setup("--clip_grad", 1), setup("--clip_grad", 1, "--grad_checkpointing")
+    for args, state, loader in (plain, checked):
+        state.scaler_cmm = Witness(state)
+        train(args, state, loader)
+        assert state.scaler_cmm.with_gradient == [{"cmm"}] * 4
+    for network in ("model", "cmm"):
+        assert torch.equal(weights(getattr(plain[1], network)), weights(getattr(checked[1], network)))
+    imgs, _ = next(iter(plain[2]))
+
+    def kept(state):
+        """Numbers kept for the backward pass of an MAE step."""
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
+            state.model(imgs)
+        return sum(sizes)
+
+    assert kept(checked[1]) < 0.5 * kept(plain[1])
+
+
+def test_the_soft_pass_keeps_nothing_that_only_weight_gradients_need():
+    """A block's second layer needs its input, 4 times as wide, for its weights alone: only GELU's own input is kept."""
+    _, state, loader = setup()
+    imgs, _ = next(iter(loader))
+    keep_prob = state.cmm(imgs)
+
+    def wide_tensors(compute):
+        found = []
+        hidden = {block.mlp.fc1.out_features for block in [*state.model.blocks, *state.model.decoder_blocks]}
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t)
+        with hooks:
+            compute()
+        return len({t.data_ptr() for t in found if t.ndim >= 2 and t.shape[-1] in hidden and t.shape[0] in (8, 136)})
+
+    blocks = len(state.model.blocks) + len(state.model.decoder_blocks)
+    visible = torch.ones(8, 16, dtype=torch.bool)
+    assert wide_tensors(lambda: state.model(imgs, visible=visible)) == 2 * blocks
+    assert wide_tensors(lambda: soft_error(state.model, imgs, keep_prob)) == blocks
+
+
+def test_new_numbers_of_visible_tokens_are_not_compiled_anew(monkeypatch):
+    monkeypatch.setattr(Block, "compile", functools.partialmethod(Block.compile, backend="eager"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    _, state, loader = setup("--compile")
+    imgs, _ = next(iter(loader))
+    compiled = []
+    for most in range(2, 16):  # a batch with 1 to `most` visible tokens
+        visible = torch.arange(16) < torch.linspace(1, most, 8).round()[:, None]
+        state.model(imgs, visible=visible)[0].backward()
+        compiled.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert state.model.pad_to == 8
+    assert compiled[0] > 0
+    assert compiled[-1] <= 4, "an encoder's and a decoder's block, with and without padding"
+    torch._dynamo.reset()
+
+
 def test_biases_norms_and_tokens_have_no_weight_decay():
     _, state, _ = setup("--weight_decay", 0.3)
     for network, optimizer in ((state.model, state.optimizer), (state.cmm, state.optimizer_cmm)):
@@ -115,7 +213,7 @@ def test_frozen_gives_the_weights_back():
 
 def test_joint_loss_weighs_its_parts():
     args, state, loader = setup("--lambda_gauss", 3, "--lambda_kl", 5, "--lambda_div", 7)
-    imgs, _ = next(iter(loader))
+    imgs = normalise(next(iter(loader))[0])
     keep_prob = state.cmm(imgs)
     losses = cmm_losses(keep_prob, soft_error(state.model, imgs, keep_prob), -0.5, args)
     parts = {name.split("/")[1]: value.item() for name, value in losses.items()}
@@ -132,7 +230,7 @@ def test_what_stays_visible():
     assert torch.equal(choose_masking(imgs, keep_prob, 10, 0, 0, args)["visible"], keep_prob >= 0.5)
 
     args, state, loader = setup("--select", "topk", "--mask_ratio", 0.6)
-    imgs, _ = next(iter(loader))
+    imgs = normalise(next(iter(loader))[0])
     keep_prob = state.cmm(imgs)  # 16 patches, int(16 * 0.4) = 6 stay
     _, _, mask = state.model(imgs, 0.6, **choose_masking(imgs, keep_prob, 16, 0, 0, args))
     largest = keep_prob.topk(6).indices
@@ -157,7 +255,8 @@ def test_accumulation_averages_over_micro_batches(masking):
     args, state, loader = setup("--masking", masking, "--accum_iter", 2, "--batch_size", 16)
     _, expected, _ = setup("--masking", masking, "--accum_iter", 2, "--batch_size", 16)
     total = 0
-    for i, (imgs, _) in enumerate(loader):
+    for i, (pixels, _) in enumerate(loader):
+        imgs = normalise(pixels)
         keep_prob = expected.cmm(imgs) if expected.cmm else None
         total = total + expected.model(imgs, args.mask_ratio, **choose_masking(imgs, keep_prob, 16, 0, i, args))[0] / 2
     expected.scaler(total, expected.optimizer)

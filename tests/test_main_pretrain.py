@@ -116,6 +116,8 @@ def test_vanilla_mae_differs_in_one_flag(cli, tmp_path):
         ("--in_chans", "1", "--input_size", "8", "16"),
         ("--output_dir", ""),
         ("--vis_every", "0", "--save_every", "5"),
+        ("--cmm_every", "2", "--cmm_fraction", "0.25", "--cmm_dim", "32"),
+        ("--grad_checkpointing", "--amp", "bf16"),
     ],
     ids=" ".join,
 )
@@ -165,6 +167,9 @@ BAD = {
     "mask ratio 1": (("--mask_ratio", "1"), "--mask_ratio 1.0"),
     "mask ratio 1.5": (("--mask_ratio", "1.5"), "--mask_ratio 1.5"),
     "mask ratio that keeps nothing": (("--mask_ratio", "0.99"), "--mask_ratio 0.99 keeps 0 of 16 patches"),
+    "no share of images": (("--cmm_fraction", "0"), "--cmm_fraction 0.0 must lie above 0"),
+    "no update of the CMM": (("--cmm_every", "0"), "--cmm_every 0 must be at least 1"),
+    "width of the CMM": (("--cmm_dim", "10"), "--cmm_dim 10: a width of 10 is not a multiple of 16"),
     "lambda_cl_end": (("--lambda_cl_end", "-1.5"), "--lambda_cl_end -1.5 is outside [-1, 1]"),
     "indivisible size": (("--input_size", "30"), "image size 30x30 is not divisible by the patch size 4"),
     "three sizes": (("--input_size", "8", "8", "8"), "--input_size"),

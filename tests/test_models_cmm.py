@@ -148,6 +148,17 @@ def test_build_cmm_fits_the_mae():
     assert tiny.cls_token.shape[-1] == 16
 
 
+def test_a_narrower_module_keeps_the_width_of_its_heads():
+    mae = build_mae("mae_vit_small_patch16", img_size=32)
+    cmm = build_cmm(mae, depth=1, dim=128)
+    assert cmm.cls_token.shape[-1] == 128
+    assert cmm.blocks[0].attn.num_heads == 2
+    assert cmm(torch.zeros(2, 3, 32, 32)).shape == (2, 4)
+    for dim in (0, 100, -64):
+        with pytest.raises(ValueError, match=f"{dim} is not a multiple of 64"):
+            build_cmm(mae, dim=dim)
+
+
 def test_only_tokens_and_positions_are_exempt_from_weight_decay_by_name():
     cmm = CurriculumMaskingModule(32, 8, embed_dim=32, depth=1, num_heads=2)
     assert {name for name, p in cmm.named_parameters() if p.ndim > 2 and "proj" not in name} == cmm.no_weight_decay()

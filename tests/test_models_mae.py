@@ -78,6 +78,25 @@ def test_padding_does_not_leak(golden_mae):
     assert (together[:3] - other[:3]).abs().max() < 1e-5
 
 
+def test_lengths_are_padded_to_multiples_and_change_no_result(golden_mae):
+    model, imgs = golden_mae(), torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    lengths = []
+    model.blocks[0].register_forward_hook(lambda *call: lengths.append(call[1][0].shape[1]))
+    for counts in ((1, 3, 5, 5), (7, 7, 7, 7), (8, 2, 3, 4), (16, 0, 3, 15), (0, 0, 0, 0)):
+        visible = torch.arange(16) < torch.tensor(counts)[:, None]
+        results = []
+        for model.pad_to in (1, 8):
+            model.zero_grad()
+            loss, pred, _ = model(imgs, visible=visible)
+            loss.backward()
+            gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+            results.append((loss.detach(), pred.detach(), gradients))
+        longest = max(counts)
+        assert lengths[-2:] == [1 + longest, min(-(-(1 + longest) // 8) * 8, 17)]
+        for exact, padded in zip(*results, strict=True):
+            assert torch.allclose(exact, padded, atol=1e-5)
+
+
 def test_loss_is_the_mean_error_of_the_removed_patches(golden_mae):
     model = golden_mae()
     imgs = torch.randn(5, 3, 32, 32, generator=torch.Generator().manual_seed(1))

@@ -9,7 +9,7 @@ from torch import nn
 
 from models_mae import MODELS as MAE_MODELS
 from models_mae import build_mae, mae_vit_micro_patch4
-from models_vit import MODELS, VisionTransformer, encoder_weights, find_checkpoint, fit_weights, load_encoder
+from models_vit import MODELS, VisionTransformer, encoder_weights, find_checkpoint, fit_weights, load_encoder, load_mae
 from util.checkpoint import save_checkpoint
 from util.misc import UserError, derive_seed
 from util.pos_embed import interpolate_pos_embed
@@ -153,3 +153,17 @@ def test_what_does_not_fit_is_named(tmp_path, mae):
         load(odd)
     with pytest.raises(UserError, match="not divisible by the patch size 4"):
         load(state, input_size=(30, 32))
+
+
+def test_an_autoencoder_needs_its_decoder(tmp_path, mae):
+    save_checkpoint(tmp_path / "a.pth", {"model": mae.state_dict()})
+    torch.save(encoder_weights({"model": mae.state_dict()}, ""), tmp_path / "encoder.pth")
+    with pytest.raises(UserError, match=r"encoder\.pth has no decoder"):
+        load_mae(tmp_path / "encoder.pth")
+    with pytest.raises(UserError, match=r"has cls_token of shape \(1, 1, 64\), but this model needs \(1, 1, 192\)"):
+        load_mae(tmp_path / "a.pth", model="mae_vit_tiny_patch16")
+    with pytest.raises(UserError, match="unknown model 'mae_vit_giant'"):
+        load_mae(tmp_path / "a.pth", model="mae_vit_giant")
+    save_checkpoint(tmp_path / "odd.pth", {"model": mae.state_dict(), "args": {"input_size": 33}})
+    with pytest.raises(UserError, match=r"odd\.pth: image size 33x33 is not divisible"):
+        load_mae(tmp_path / "odd.pth")

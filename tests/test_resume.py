@@ -89,7 +89,7 @@ def test_resuming_within_an_epoch(cli, tmp_path, monkeypatch):
 
 def test_resuming_with_other_settings_is_refused_with_the_list(cli, tmp_path):
     assert cli(*SMALL, "--output_dir", tmp_path, "--epochs", 1)[0] == 0
-    changes = ("--lambda_kl", 3, "--shapes_images", 64, "--batch_size", 8, "--resume", "auto")
+    changes = ("--lambda_kl", 3, "--shapes_images", 64, "--batch_size", 8, "--exact_decode", "--resume", "auto")
     code, _, err = cli(*SMALL, "--output_dir", tmp_path, *changes)
     assert code == 2
     for difference in (
@@ -98,6 +98,7 @@ def test_resuming_with_other_settings_is_refused_with_the_list(cli, tmp_path):
         "--shapes_images 48, now 64",
         "images per iteration 16, now 8",
         "list of images 48 images, ",
+        "--exact_decode False, now True",
     ):
         assert difference in err
     assert "--model" not in err
@@ -124,6 +125,7 @@ def test_what_may_change_between_parts_of_a_run(cli, tmp_path, one_class):
     defaults = vars(get_args_parser().parse_args([]))
     alone = defaults | {"batch_size": 8, "world_size": 1}
     assert differences(alone, defaults | {"batch_size": 4, "world_size": 2}) == []
+    assert differences({"commit": "0123456789ab"}, {"commit": "ba9876543210-dirty"}) == []
     assert differences(alone, defaults | {"batch_size": 8, "world_size": 2}) == ["images per iteration 8, now 16"]
 
 

@@ -25,7 +25,7 @@ VARIANTS = {
         "topk": ("--select", "topk"),
     }.items()
     for accum_iter in (1, 2)
-}
+} | {"cheaper, accum_iter 1": ("--cmm_fraction", "0.5", "--cmm_every", "2", "--cmm_dim", "32")}
 
 
 class Recorder(NativeScalerWithGradNormCount):

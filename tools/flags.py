@@ -11,7 +11,10 @@ from pathlib import Path
 from util.launcher import add_job_arguments
 from util.misc import ArgumentParser, logger, run
 
-PROGRAMS = ("main_pretrain", "main_knn", "main_linprobe", "main_fewshot", "main_compare", "main_visualize")
+PROGRAMS = (
+    *("main_pretrain", "main_knn", "main_linprobe", "main_fewshot", "main_compare", "main_visualize"),
+    *("tools.export", "tools.diff_upstream"),
+)
 INTRODUCTION = """Written by `python -m tools.flags` from the programs' own parsers.
 A mistake in any flag ends with one sentence that names it, and exit code 2."""
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
@@ -32,7 +35,11 @@ def reference() -> str:
     parts[1] += " with one sentence and exit code 2."
     for name in PROGRAMS:
         program = importlib.import_module(name)
-        parts += [f"## {name}.py", program.__doc__.split("\n")[0], *tables(program.get_args_parser())]
+        parts += [
+            f"## {name if '.' in name else name + '.py'}",
+            program.__doc__.split("\n")[0],
+            *tables(program.get_args_parser()),
+        ]
     job = ArgumentParser("job")
     add_job_arguments(job)
     parts += ["## submitit_pretrain.py, submitit_eval.py", "All flags of the program that becomes a job, and:"]

@@ -5,7 +5,7 @@ from argparse import Namespace, _ArgumentGroup
 
 import torch
 
-from util.datasets import MODES
+from util.decode import MODES
 from util.misc import ArgumentParser, UserError
 from util.sources import DATA_SETS
 
@@ -31,6 +31,11 @@ def add_data_arguments(parser: ArgumentParser) -> None:
         help="use so many randomly chosen images of each split, for quick trials",
     )
     data.add_argument("--max_bad_images", default=100, type=int, help="unreadable images met before the run fails")
+    data.add_argument(
+        "--exact_decode",
+        action="store_true",
+        help="decode and resize training images as upstream, to the bit; slower, with the same crops",
+    )
     data.add_argument("--shapes_images", default=10_000, type=int, help="training images of --data_set shapes")
     data.add_argument("--num_workers", default=10, type=int, help="loader processes; their number changes no result")
     data.add_argument("--pin_mem", action="store_true", help="page-locked batches, for faster copies to a GPU")

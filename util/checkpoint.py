@@ -2,31 +2,45 @@
 
 import argparse
 import errno
+import json
 import os
 import pickle
 import re
 import shutil
 import struct
 import zipfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
+import safetensors.torch
 import torch
 
 from util.misc import UserError, logger
 
 # What torch's reader raises over files that are not what they should be.
 DAMAGE = (RuntimeError, EOFError, ValueError, TypeError, LookupError, AttributeError, AssertionError, struct.error)
+SAFETENSORS = ".safetensors"
 LAST = "checkpoint-last.pth"  # the newest state of a run, mostly from the middle of an epoch
 
 
 def save_checkpoint(path: Path, state: dict) -> None:
-    """Write `state` so that `path` holds either its old content or all of the new one, whatever happens meanwhile."""
+    write_whole(path, lambda file: torch.save(state, file))
+
+
+def save_safetensors(path: Path, weights: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    """All or nothing, as `save_checkpoint`. The library's own writer reports a full disk in an error of its own."""
+    write_whole(path, lambda file: file.write(safetensors.torch.save(weights, metadata)))
+
+
+def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Write so that `path` holds either its old content or all of the new one, whatever happens meanwhile."""
     partial = path.with_name(path.name + ".partial")
     try:
         partial.unlink(missing_ok=True)  # what a kill left may be a second name of a finished checkpoint
         with open(partial, "wb") as file:
-            torch.save(state, file)
+            write(file)
             file.flush()
             os.fsync(file.fileno())
         put_in_place(partial, path)
@@ -86,9 +100,12 @@ def load_checkpoint(path: str | Path) -> dict:
     """Read a checkpoint of this project or of upstream MAE onto the CPU; `args` comes back as a dict.
 
     Upstream pickles an argparse.Namespace into its files, which is the one class allowed here. Anything else that
-    would run code is refused before it runs.
+    would run code is refused before it runs. A .safetensors file gives `model`, `metadata` (its header), and of `args`
+    what that header tells.
     """
     try:
+        if Path(path).suffix == SAFETENSORS:
+            return read_safetensors(path)
         check_sums(path)
         with torch.serialization.safe_globals([argparse.Namespace]):
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
@@ -99,6 +116,8 @@ def load_checkpoint(path: str | Path) -> dict:
     except pickle.UnpicklingError as error:
         detail = str(error).splitlines()[0]
         raise UserError(f"the checkpoint {path} is damaged, or holds objects that could run code: {detail}") from None
+    except safetensors.SafetensorError as error:
+        raise UserError(f"the checkpoint {path} is damaged or is not a safetensors file: {error}") from None
     except DAMAGE as error:
         raise UserError(f"the checkpoint {path} is damaged or is not a torch file: {error}") from None
     if not isinstance(checkpoint, dict):
@@ -106,6 +125,20 @@ def load_checkpoint(path: str | Path) -> dict:
     if isinstance(checkpoint.get("args"), argparse.Namespace):
         checkpoint["args"] = vars(checkpoint["args"])
     return checkpoint
+
+
+def read_safetensors(path: str | Path) -> dict:
+    open(path, "rb").close()  # for an error with a number, which the library's has not
+    with safetensors.safe_open(path, framework="pt") as file:
+        metadata, names = file.metadata() or {}, file.keys()
+        weights = {name: file.get_tensor(name) for name in names}
+    return {"model": weights, "args": args_in(metadata), "metadata": metadata}
+
+
+def args_in(metadata: dict[str, str]) -> dict:
+    """The flags that a model needs, from a header of texts; those in another form are another program's."""
+    forms = {"input_size": r"\[\d+, \d+\]", "mask_ratio": r"0\.\d+", "norm_pix_loss": "true|false"}
+    return {name: json.loads(metadata[name]) for name in forms if re.fullmatch(forms[name], metadata.get(name, ""))}
 
 
 def check_sums(path: str | Path) -> None:
@@ -118,6 +151,11 @@ def check_sums(path: str | Path) -> None:
 
 def load_weights(model: torch.nn.Module, state_dict: dict, source: str) -> None:
     """Load strictly, and name what does not fit."""
+    check_weights(model, state_dict, source)
+    model.load_state_dict(state_dict)
+
+
+def check_weights(model: torch.nn.Module, state_dict: dict, source: str) -> None:
     own = model.state_dict()
     for key, value in own.items():
         if key in state_dict and value.shape != state_dict[key].shape:
@@ -129,7 +167,6 @@ def load_weights(model: torch.nn.Module, state_dict: dict, source: str) -> None:
         raise UserError(
             f"{source} has {some_of(unexpected)}, which this model does not; is it a checkpoint of another model?"
         )
-    model.load_state_dict(state_dict)
 
 
 def some_of(keys: list[str], most: int = 5) -> str:

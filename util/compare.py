@@ -77,30 +77,41 @@ def mcnemar(correct_a: np.ndarray, correct_b: np.ndarray) -> float:
 
 def read_run(name: str, path: Path) -> Run:
     """The last result of each protocol and data set in a folder, or in a results.jsonl."""
-    path = path if path.is_file() else path / RESULTS
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; give a folder that an evaluation wrote to") from None
     results: dict[tuple[str, str], Result] = {}
     repeated: dict[tuple[str, str], int] = {}
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            result = parse_result(line, path.parent)
-        except (ValueError, KeyError, TypeError, AttributeError):
-            logger.warning("%s: line %d is damaged and left out", path, number)
-            continue
+    path = results_file(path)
+    for result in read_results(path):
         key = result.protocol, result.data
         results[key], repeated[key] = result, repeated.get(key, 0) + 1
-    if not results:
-        raise UserError(f"{path} holds no result; run an evaluation into that folder first")
     for key, times in repeated.items():
         if times > 1:
             last = results[key]
             logger.info("%s: %s is there %d times; the last is used (%s)", path, last.title, times, weights(last))
     return Run(name, results)
+
+
+def results_file(path: Path) -> Path:
+    """A results.jsonl, given by itself or by its folder."""
+    return path if path.is_file() else path / RESULTS
+
+
+def read_results(path: Path) -> list[Result]:
+    """All results of a results.jsonl, oldest first; damaged lines are reported and left out."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; give a folder that an evaluation wrote to") from None
+    results = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            results.append(parse_result(line, path.parent))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            logger.warning("%s: line %d is damaged and left out", path, number)
+    if not results:
+        raise UserError(f"{path} holds no result; run an evaluation into that folder first")
+    return results
 
 
 def parse_result(line: bytes, folder: Path) -> Result:

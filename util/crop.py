@@ -1,27 +1,58 @@
-"""The crop of linear probing: one draw, cut to fit."""
+"""Random crops: where, as a function of the image's size and a random generator, before any pixel is decoded."""
 
 import math
+import random
 
-import torch
-from torchvision import transforms
-from torchvision.transforms.functional import get_dimensions
+Crop = tuple[int, int, int, int]  # top, left, height, width
+
+ASPECTS = (3 / 4, 4 / 3)  # width / height
 
 
-class RandomResizedCrop(transforms.RandomResizedCrop):
-    """Draws area and aspect once, and cuts to the image what is too large for it.
+def draw_size(
+    height: int, width: int, scale: tuple[float, float], aspects: tuple[float, float], rng: random.Random
+) -> tuple[int, int]:
+    """Height and width of a crop: uniform in its share of the area, and in the logarithm of its aspect."""
+    area = height * width * rng.uniform(*scale)
+    aspect = math.exp(rng.uniform(math.log(aspects[0]), math.log(aspects[1])))
+    return round(math.sqrt(area / aspect)), round(math.sqrt(area * aspect))
 
-    torchvision draws up to ten times until a crop fits, which favours small crops. Upstream probes with a single draw,
-    as TensorFlow's pipelines do.
+
+def place(crop_height: int, crop_width: int, height: int, width: int, rng: random.Random) -> Crop:
+    top, left = (int(rng.random() * (room + 1)) for room in (height - crop_height, width - crop_width))
+    return top, left, crop_height, crop_width
+
+
+def draw_crop(
+    height: int,
+    width: int,
+    rng: random.Random,
+    scale: tuple[float, float] = (0.2, 1.0),
+    aspects: tuple[float, float] = ASPECTS,
+) -> Crop:
+    """The crop of pretraining, as torchvision's RandomResizedCrop draws it.
+
+    A crop that does not fit is drawn again, up to ten times; then it is the largest centred one of a permitted aspect.
     """
+    for _ in range(10):
+        crop_height, crop_width = draw_size(height, width, scale, aspects, rng)
+        if 0 < crop_height <= height and 0 < crop_width <= width:
+            return place(crop_height, crop_width, height, width, rng)
+    crop_height = min(height, round(width / aspects[0]))
+    crop_width = min(width, round(height * aspects[1]))
+    return (height - crop_height) // 2, (width - crop_width) // 2, crop_height, crop_width
 
-    @staticmethod
-    def get_params(img, scale: tuple[float, float], ratio: tuple[float, float]) -> tuple[int, int, int, int]:
-        """(top, left, height, width) of the crop."""
-        _, height, width = get_dimensions(img)
-        area = height * width * torch.empty(1).uniform_(*scale).item()
-        aspect = math.exp(torch.empty(1).uniform_(math.log(ratio[0]), math.log(ratio[1])).item())
-        crop_height = min(max(round(math.sqrt(area / aspect)), 1), height)
-        crop_width = min(max(round(math.sqrt(area * aspect)), 1), width)
-        top = torch.randint(height - crop_height + 1, ()).item()
-        left = torch.randint(width - crop_width + 1, ()).item()
-        return top, left, crop_height, crop_width
+
+def draw_crop_once(
+    height: int,
+    width: int,
+    rng: random.Random,
+    scale: tuple[float, float] = (0.08, 1.0),
+    aspects: tuple[float, float] = ASPECTS,
+) -> Crop:
+    """The crop of linear probing: one draw, cut to fit.
+
+    Drawing again, as torchvision does, favours small crops. Upstream probes with a single draw, as TensorFlow's
+    pipelines do.
+    """
+    crop_height, crop_width = draw_size(height, width, scale, aspects, rng)
+    return place(min(max(crop_height, 1), height), min(max(crop_width, 1), width), height, width, rng)

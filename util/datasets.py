@@ -3,8 +3,11 @@
 A sample is a function of (seed, epoch, index): the number of workers, or where a run was interrupted, changes nothing.
 """
 
+import random
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
 
 import torch
 from PIL import Image
@@ -12,37 +15,46 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch.utils.data import DataLoader, Sampler, default_collate
 from torchvision.transforms import InterpolationMode, v2
 
-from util.crop import RandomResizedCrop
+from util.crop import Crop, draw_crop, draw_crop_once
+from util.decode import MODES, exact_crop, jpeg_crop, read_jpeg, to_mode
 from util.interrupt import outlive_signals
 from util.misc import UserError, derive_seed, gather_objects, generator, get_rank, get_world_size, logger
-from util.sources import build_source, describe
-
-MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # how PIL names an image of so many channels
-
+from util.sources import build_source, describe, read
 
 # --- What is done to an image ---
 
 
-def build_pretrain_transform(args: Namespace) -> v2.Transform:
-    """Upstream's augmentation for pretraining: a crop of 20 to 100 % of the area, and a flip."""
-    return v2.Compose(
-        [
-            v2.RandomResizedCrop(args.input_size, scale=(0.2, 1.0), interpolation=InterpolationMode.BICUBIC),
-            v2.RandomHorizontalFlip(),
-            *to_normalised_tensor(args.in_chans),
-        ]
-    )
+@dataclass
+class Augmentation:
+    """A random crop, resized, and mirrored in half of the cases: uint8 [C, H, W], of which the channels lie together.
+
+    The crop is drawn first, and then no more is decoded than it needs. `exact` decodes all, and changes no crop.
+    """
+
+    size: tuple[int, int]
+    mode: str
+    draw: Callable[[int, int, random.Random], Crop]
+    exact: bool = False
+
+    def __call__(self, data: bytes | Image.Image, rng: random.Random) -> torch.Tensor:
+        """`data` is a file's content, or an image."""
+        jpeg = read_jpeg(data) if isinstance(data, bytes) and not self.exact else None
+        if jpeg is not None:
+            pixels = jpeg_crop(jpeg, self.draw(*jpeg.size, rng), self.size, self.mode)
+        else:
+            image = to_mode(data, self.mode)
+            pixels = exact_crop(image, self.draw(image.height, image.width, rng), self.size)
+        return (pixels.flip(1) if rng.random() < 0.5 else pixels).permute(2, 0, 1)
 
 
-def build_probe_transform(args: Namespace) -> v2.Transform:
-    """Upstream's augmentation for linear probing: a crop of 8 to 100 % of the area, and a flip."""
-    return v2.Compose(
-        [
-            RandomResizedCrop(args.input_size, interpolation=InterpolationMode.BICUBIC),
-            v2.RandomHorizontalFlip(),
-            *to_normalised_tensor(args.in_chans),
-        ]
-    )
+def pretrain_augmentation(args: Namespace) -> Augmentation:
+    """Upstream's for pretraining: a crop of 20 to 100 % of the area, and a flip."""
+    return Augmentation(tuple(args.input_size), MODES[args.in_chans], draw_crop, args.exact_decode)
+
+
+def probe_augmentation(args: Namespace) -> Augmentation:
+    """Upstream's for linear probing: a crop of 8 to 100 % of the area, and a flip."""
+    return Augmentation(tuple(args.input_size), MODES[args.in_chans], draw_crop_once, args.exact_decode)
 
 
 def build_eval_transform(args: Namespace) -> v2.Transform:
@@ -63,6 +75,18 @@ def to_normalised_tensor(in_chans: int) -> list[v2.Transform]:
     return [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)]
 
 
+def normalise(imgs: torch.Tensor) -> torch.Tensor:
+    """What the evaluation's transform does to pixels, for a batch of bytes [B, C, H, W] on any device; float32."""
+    mean, std = statistics_on(imgs.device, imgs.shape[1])
+    return imgs.contiguous().div(255).sub_(mean).div_(std)
+
+
+@cache  # a copy to the device per batch would make the host wait
+def statistics_on(device: torch.device, in_chans: int) -> tuple[torch.Tensor, torch.Tensor]:
+    mean, std = (torch.tensor(values, device=device).view(-1, 1, 1) for values in pixel_statistics(in_chans))
+    return mean, std
+
+
 def pixel_statistics(in_chans: int) -> tuple[list[float], list[float]]:
     """ImageNet's mean and standard deviation; their averages for grey images; 0.5 for an alpha channel."""
     mean, std = list(IMAGENET_DEFAULT_MEAN), list(IMAGENET_DEFAULT_STD)
@@ -74,38 +98,44 @@ def pixel_statistics(in_chans: int) -> tuple[list[float], list[float]]:
 # --- Samples and batches ---
 
 
-class SeededDataset:
-    """Transformed samples, keyed by (epoch, index). An unreadable image is replaced, and the sample says so.
+class ImageDataset:
+    """Transformed images, keyed by (epoch, index). An unreadable one is replaced by the next, and the sample says so.
 
     A sample is (image, label, names of the unreadable images that were met on the way to it).
     """
 
-    def __init__(self, source, transform: v2.Transform, mode: str, seed: int, max_bad_images: int = 100):
-        self.source, self.transform, self.mode, self.seed = source, transform, mode, seed
-        self.max_bad_images = max_bad_images
+    def __init__(self, source, transform: Callable[..., torch.Tensor], mode: str, max_bad_images: int = 100):
+        self.source, self.transform, self.mode, self.max_bad_images = source, transform, mode, max_bad_images
 
     def __len__(self) -> int:
         return len(self.source)
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[torch.Tensor, int, list[str]]:
-        epoch, index = key
-        image, label, bad = self.load_or_replace(index)
-        # torchvision's transforms draw from torch's global generator: seed it for this sample, and only here.
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(derive_seed("augment", self.seed, epoch, index))
-            return self.transform(image), label, bad
-
-    def load_or_replace(self, index: int) -> tuple[Image.Image, int, list[str]]:
-        """The image at `index`, or the next readable one; gives up, with a black image, where the run is to fail."""
+        _, index = key
         bad = []
         for candidate in range(index, index + min(len(self), self.max_bad_images + 1)):
             candidate %= len(self)
             try:
-                image, label = self.source[candidate]
-                return image.convert(self.mode), label, bad
+                data, label = read(self.source, candidate)
+                return self.view(data, key), label, bad
             except Exception as error:  # decoders of damaged files raise almost anything
                 bad.append(f"{describe(self.source, candidate)} ({type(error).__name__}: {error})")
-        return Image.new(self.mode, (1, 1)), 0, bad
+        return self.view(Image.new(self.mode, (1, 1)), key), 0, bad  # the run is to fail
+
+    def view(self, data: bytes | Image.Image, key: tuple[int, int]) -> torch.Tensor:
+        """What a sample shows of a file's content, or of an image. Without augmentation the key plays no part."""
+        return self.transform(to_mode(data, self.mode))
+
+
+class AugmentedDataset(ImageDataset):
+    """Images for training: uint8 [C, H, W], each view of them a function of (seed, epoch, index)."""
+
+    def __init__(self, source, augmentation: Augmentation, seed: int, max_bad_images: int = 100):
+        super().__init__(source, augmentation, augmentation.mode, max_bad_images)
+        self.seed = seed
+
+    def view(self, data: bytes | Image.Image, key: tuple[int, int]) -> torch.Tensor:
+        return self.transform(data, random.Random(derive_seed("augment", self.seed, *key)))
 
 
 class EpochBatches(Sampler):
@@ -145,7 +175,7 @@ class EpochBatches(Sampler):
 class BadImages:
     """Names each unreadable image once, and ends the run when there are too many."""
 
-    def __init__(self, dataset: SeededDataset, fate: str):
+    def __init__(self, dataset: ImageDataset, fate: str):
         self.total, self.limit, self.fate = len(dataset), dataset.max_bad_images, fate
         self.names: set[str] = set()
 
@@ -163,9 +193,14 @@ class BadImages:
 
 
 class ImageLoader:
-    """Batches (imgs [B, C, H, W], labels [B]) of one epoch after another; counts the images that cannot be read."""
+    """Batches (imgs uint8 [B, C, H, W], labels [B]) of one epoch after another; counts the images that cannot be read.
 
-    def __init__(self, dataset: SeededDataset, batches: EpochBatches, *, num_workers: int = 0, pin_mem: bool = False):
+    `normalise` makes them the networks' input, on the device.
+    """
+
+    def __init__(
+        self, dataset: AugmentedDataset, batches: EpochBatches, *, num_workers: int = 0, pin_mem: bool = False
+    ):
         self.dataset, self.batches = dataset, batches
         self.bad_images = BadImages(dataset, fate="replaced by another")
         self.loader = DataLoader(
@@ -173,7 +208,7 @@ class ImageLoader:
             batch_sampler=batches,
             num_workers=num_workers,
             pin_memory=pin_mem,
-            collate_fn=collate,
+            collate_fn=collate_augmented,
             persistent_workers=num_workers > 0,
             worker_init_fn=outlive_signals,
             generator=torch.Generator(),  # its own, so that iterating draws nothing from the global one
@@ -196,18 +231,25 @@ class ImageLoader:
         self.bad_images.add([name for names in gather_objects(sorted(self.bad_images.names)) for name in names])
 
 
-def collate(samples: list[tuple[torch.Tensor, int, list[str]]]) -> tuple[torch.Tensor, torch.Tensor, list[list[str]]]:
+Samples = list[tuple[torch.Tensor, int, list[str]]]
+Batch = tuple[torch.Tensor, torch.Tensor, list[list[str]]]
+
+
+def collate(samples: Samples) -> Batch:
+    """In loader processes, default_collate writes to the memory that they share with the main one."""
     images, labels, bad = zip(*samples, strict=True)
-    return torch.stack(images), default_collate(list(labels)), list(bad)
+    return default_collate(list(images)), default_collate(list(labels)), list(bad)
 
 
-def build_dataset(args: Namespace, split: str, transform: v2.Transform) -> SeededDataset:
-    source = build_source(args, split)
-    return SeededDataset(source, transform, MODES[args.in_chans], args.seed, args.max_bad_images)
+def collate_augmented(samples: Samples) -> Batch:
+    """The same for images whose channels lie together; exchanging that here would cost more than all of the above."""
+    images, labels, bad = collate([(image.permute(1, 2, 0), label, bad) for image, label, bad in samples])
+    return images.permute(0, 3, 1, 2), labels, bad
 
 
 def build_pretrain_loader(args: Namespace) -> ImageLoader:
-    dataset = build_dataset(args, "pretrain", build_pretrain_transform(args))
+    source = build_source(args, "pretrain")
+    dataset = AugmentedDataset(source, pretrain_augmentation(args), args.seed, args.max_bad_images)
     return ImageLoader(
         dataset,
         EpochBatches(len(dataset), args.batch_size, args.seed, get_rank(), get_world_size()),
@@ -216,6 +258,8 @@ def build_pretrain_loader(args: Namespace) -> ImageLoader:
     )
 
 
-def build_eval_dataset(args: Namespace, split: str) -> SeededDataset:
+def build_eval_dataset(args: Namespace, split: str) -> ImageDataset:
     """The split without augmentation, so the epoch in a key plays no part."""
-    return build_dataset(args, split, build_eval_transform(args))
+    return ImageDataset(
+        build_source(args, split), build_eval_transform(args), MODES[args.in_chans], args.max_bad_images
+    )

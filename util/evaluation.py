@@ -16,7 +16,7 @@ from util.arguments import (
     add_result_arguments,
     check_shared_args,
 )
-from util.datasets import SeededDataset, build_eval_dataset
+from util.datasets import ImageDataset, build_eval_dataset
 from util.features import FeatureCache, FeatureSet, extract_features, file_hash, fingerprint
 from util.misc import ArgumentParser, UserError, amp_dtype, file_name, init_distributed_mode, logger, precision
 from util.sources import image_names
@@ -39,7 +39,7 @@ class Subject:
     device: torch.device
     checkpoint: Path | None
     checkpoint_sha256: str | None
-    datasets: dict[str, SeededDataset]
+    datasets: dict[str, ImageDataset]
     names: dict[str, list[str]]  # of all images, by split
     cache: FeatureCache
 
@@ -145,7 +145,7 @@ def open_subject(args: Namespace) -> Subject:
     return subject
 
 
-def labelled(dataset: SeededDataset, args: Namespace) -> SeededDataset:
+def labelled(dataset: ImageDataset, args: Namespace) -> ImageDataset:
     if not dataset.source.classes:
         raise UserError(f"--data_path {args.data_path} has no class folders, so there are no labels to judge by")
     return dataset

@@ -13,14 +13,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.utils.data import DataLoader
 
-from util.datasets import BadImages, SeededDataset, collate
+from util.datasets import BadImages, ImageDataset, collate
 from util.interrupt import outlive_signals
 from util.misc import UserError, autocast, gather_objects, gather_rows, is_main_process, logger, share_of_rank
 from util.progress import tracked
 from util.shapes import ShapesDataset
 from util.sources import ImageList, Subset, labels_of
 
-FORMAT = 1  # of the cache; a new number makes every older file a stranger
+FORMAT = 2  # of the cache; a new number makes every older file a stranger
 
 
 @dataclass
@@ -41,7 +41,7 @@ class FeatureSet:
 @torch.no_grad()
 def extract_features(
     encode: Callable[[torch.Tensor], torch.Tensor],
-    dataset: SeededDataset,
+    dataset: ImageDataset,
     indices: list[int],
     *,
     width: int,

@@ -1,5 +1,6 @@
 """Figures of masks and reconstructions: rows of images, many masks at once, and one mask over training."""
 
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from util.visualize import as_rgb, reconstruction
 
 HEAT = "viridis"  # Z from 0, hidden, to 1, visible: as even in grey and to the colour-blind as in colour
 TILE, LABEL, BAR, TITLE, GAP = 1.0, 1.3, 0.75, 0.34, 0.04  # inches: an image, margins, a block's title, between rows
-MARGIN = 0.08
+MARGIN, NOTE, NARROWEST = 0.08, 0.17, 4.8  # inches: around all, for a line of a note, and for a title
+CHARACTERS = 16  # of a note, per inch
 HIDDEN = 0.9  # a light grey, which few photographs have
 
 
@@ -78,16 +80,20 @@ def reconstruction_note(normalised: bool, true_stats: bool) -> str:
 def masks_figure(blocks: list[Block]) -> Figure:
     """A block for each snapshot, with a row each for images, Z, masks and reconstructions, and a column per image."""
     number, height, width, _ = blocks[0].images.shape
-    note = "\n".join(dict.fromkeys(block.note for block in blocks if block.note))
     tile_height = TILE * height / width
     strip_width = number * TILE
-    size_x = LABEL + strip_width + BAR
-    size_y = MARGIN + sum(TITLE + len(block.rows()) * (tile_height + GAP) for block in blocks) + (0.3 if note else 0)
+    size_x = max(LABEL + strip_width + BAR, NARROWEST)
+    notes = [
+        line
+        for note in dict.fromkeys(block.note for block in blocks if block.note)
+        for line in textwrap.wrap(note, int(CHARACTERS * (size_x - 2 * MARGIN)))
+    ]
+    size_y = 2 * MARGIN + sum(TITLE + len(block.rows()) * (tile_height + GAP) for block in blocks) + NOTE * len(notes)
     figure = Figure(figsize=(size_x, size_y))
     top = size_y - MARGIN
     for block in blocks:
         top -= TITLE
-        figure.text(LABEL / size_x, (top + 0.08) / size_y, block.title, fontsize=11, fontweight="bold")
+        figure.text(MARGIN / size_x, (top + 0.08) / size_y, block.title, fontsize=11, fontweight="bold")
         for label, tiles in block.rows().items():
             top -= tile_height
             axes = figure.add_axes((LABEL / size_x, top / size_y, strip_width / size_x, tile_height / size_y))
@@ -97,8 +103,7 @@ def masks_figure(blocks: list[Block]) -> Figure:
                 place = ((LABEL + strip_width + 0.1) / size_x, top / size_y, 0.1 / size_x, tile_height / size_y)
                 add_heat_bar(figure, figure.add_axes(place))
             top -= GAP
-    if note:
-        figure.text(LABEL / size_x, 0.1 / size_y, note, fontsize=8, color="0.3")
+    figure.text(MARGIN / size_x, MARGIN / size_y, "\n".join(notes), fontsize=8, color="0.3")
     return figure
 
 

@@ -10,7 +10,7 @@ from engine_pretrain import choose_masking
 from models_cmm import CurriculumMaskingModule
 from models_mae import MaskedAutoencoderViT
 from util import neighbours
-from util.datasets import SeededDataset, build_eval_dataset, collate
+from util.datasets import ImageDataset, build_eval_dataset, collate
 from util.features import extract_features
 from util.misc import UserError, amp_dtype, is_main_process, logger
 from util.visualize import mask_picture
@@ -112,7 +112,7 @@ def watched_images(args: Namespace) -> torch.Tensor:
     return imgs
 
 
-def knn_data(args: Namespace) -> list[tuple[SeededDataset, list[int]]]:
+def knn_data(args: Namespace) -> list[tuple[ImageDataset, list[int]]]:
     """Data sets and indices of the training and of the validation images."""
     train, val = (build_eval_dataset(args, split) for split in ("train", "val"))
     if not train.source.classes or not val.source.classes:

@@ -3,16 +3,11 @@
 import datetime
 import itertools
 import json
-import os
-import platform
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import timm
 import torch
-import torchvision
 from torch.utils.tensorboard import SummaryWriter
 
 from util.compare import RESULTS
@@ -20,6 +15,7 @@ from util.evaluation import Subject
 from util.features import FeatureSet
 from util.metrics import TOP, summary
 from util.misc import UserError, is_main_process, logger
+from util.provenance import git_commit, versions
 
 
 def shown(figures: dict[str, float | None], name: str) -> str:
@@ -137,22 +133,3 @@ class Report:
         with open(path, "xb") as file:
             np.savez_compressed(file, **arrays)
         return path
-
-
-def git_commit() -> str | None:
-    """Of this code, with "-dirty" where files differ from it; None outside a repository."""
-    command = ["git", "-C", os.path.dirname(__file__), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def versions() -> dict[str, str]:
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "torchvision": torchvision.__version__,
-        "timm": timm.__version__,
-        "numpy": np.__version__,
-    }

@@ -17,7 +17,7 @@ FREE = {
     *("resume", "init", "start_epoch", "allow_changes"),
     *("data_path", "download", "class_list", "max_bad_images", "num_workers", "pin_mem"),
     *("device", "amp", "compile", "grad_checkpointing", "batch_size", "global_batch_size", "cmm_lr"),
-    *("world_size", "local_rank", "dist_on_itp", "dist_url"),
+    *("world_size", "local_rank", "dist_on_itp", "dist_url", "commit"),
 }
 
 

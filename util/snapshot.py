@@ -8,8 +8,8 @@ import torch
 
 from engine_pretrain import choose_masking
 from models_cmm import CurriculumMaskingModule, build_cmm, lambda_cl
-from models_mae import MaskedAutoencoderViT, build_mae
-from models_vit import encoder_weights, infer_model, size_of
+from models_mae import MaskedAutoencoderViT
+from models_vit import mae_of
 from util import checkpoint as ckpt
 from util.misc import UserError
 
@@ -57,17 +57,8 @@ def load_snapshot(path: Path, name: str, norm_pix_loss: bool = False, device: to
     """The networks of a checkpoint of this project or of upstream MAE. `norm_pix_loss` is for files without flags."""
     checkpoint = ckpt.load_checkpoint(path)
     settings = checkpoint.get("args") or {}
-    weights = checkpoint.get("model", checkpoint)
-    encoder = encoder_weights(checkpoint, str(path))
-    if "mask_token" not in weights:
-        raise UserError(f"{path} holds an encoder alone: without the decoder there is nothing to reconstruct with")
-    model = build_mae(
-        "mae_" + infer_model(encoder, str(path)),
-        img_size=size_of(checkpoint, encoder) or 224,
-        in_chans=encoder["patch_embed.proj.weight"].shape[1],
-        norm_pix_loss=settings.get("norm_pix_loss", norm_pix_loss),
-    )
-    ckpt.load_weights(model, weights, str(path))
+    model = mae_of(checkpoint, str(path))
+    model.norm_pix_loss = settings.get("norm_pix_loss", norm_pix_loss)
     cmm = None
     if "cmm" in checkpoint:
         depth = len({key.split(".")[1] for key in checkpoint["cmm"] if key.startswith("blocks.")})

@@ -13,6 +13,7 @@ from PIL import Image
 from torchvision import datasets
 from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
+from util.decode import open_image
 from util.misc import UserError, generator
 from util.shapes import ShapesDataset
 
@@ -29,11 +30,16 @@ class ImageList:
         return len(self.samples)
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
-        path, label = self.samples[index]
-        with open(path, "rb") as file:
-            image = Image.open(file)
-            image.load()
+        data, label = self.read(index)
+        image = open_image(data)
+        image.load()
         return image, label
+
+    def read(self, index: int) -> tuple[bytes, int]:
+        """The file's content, and its label."""
+        path, label = self.samples[index]
+        with open(path, "rb", buffering=0) as file:
+            return file.read(), label
 
 
 class Subset:
@@ -199,6 +205,11 @@ def torchvision_source(args: Namespace, split: str):
         raise UserError(f"--data_set {args.data_set} is not in {args.data_path}: {error}; {advice}") from None
     except OSError as error:  # urllib's errors among them
         raise UserError(f"--data_set {args.data_set} cannot be fetched to {args.data_path}: {error}") from None
+
+
+def read(source, index: int) -> tuple[bytes | Image.Image, int]:
+    """The content of an image's file where there is one, or else the image; and its label."""
+    return source.read(index) if isinstance(source, ImageList) else source[index]
 
 
 def describe(source, index: int) -> str:

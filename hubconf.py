@@ -1,0 +1,74 @@
+"""Entry points for torch.hub, from a clone of this repository:
+
+encoder = torch.hub.load("path/to/clone", "encoder", "runs/clmae", source="local")
+features = encoder.forward_features(imgs)
+"""
+
+import importlib as _importlib
+import sys as _sys
+
+dependencies = ["torch", "torchvision", "timm", "numpy", "safetensors", "tqdm"]
+
+
+def _own_modules(*names: str) -> list:
+    """This repository's modules, imported without a trace.
+
+    Many projects have a `util`, and forks of MAE a `models_mae` and a `models_vit`, too. The caller's must neither be
+    taken for ours, nor ours for the caller's later. Pickling a whole model needs them there; its state_dict does not.
+    """
+
+    def clashing() -> dict:
+        tops = {*names, "util"}
+        return {name: module for name, module in _sys.modules.items() if name.split(".")[0] in tops}
+
+    theirs = clashing()
+    for name in theirs:
+        del _sys.modules[name]
+    try:
+        return [_importlib.import_module(name) for name in names]
+    finally:
+        for name in clashing():
+            del _sys.modules[name]
+        _sys.modules.update(theirs)
+
+
+_models_mae, _models_vit = _own_modules("models_mae", "models_vit")
+
+
+def encoder(checkpoint: str, global_pool: bool = False, input_size: tuple[int, int] | None = None):
+    """The frozen encoder of a checkpoint, in evaluation mode; the model and its input size are read off the file.
+
+    checkpoint   a file of this project or of upstream MAE, whole or encoder alone, or a run's folder
+    global_pool  features are the normalised mean of the patch tokens, instead of the [CLS] token
+    input_size   (height, width) of the images, if it shall be another than in training
+    """
+    path = _models_vit.find_checkpoint(checkpoint, "checkpoint")
+    return _models_vit.load_encoder(path, global_pool=global_pool, input_size=input_size)
+
+
+def mae(checkpoint: str):
+    """The whole masked autoencoder of a checkpoint, ready to train: `loss, pred, mask = mae(imgs)`."""
+    return _models_vit.load_mae(_models_vit.find_checkpoint(checkpoint, "checkpoint"))
+
+
+def _entries(name: str) -> tuple:
+    def vit(checkpoint: str | None = None, **kwargs):
+        if checkpoint is None:
+            return _models_vit.MODELS[name](**kwargs)
+        path = _models_vit.find_checkpoint(checkpoint, "checkpoint")
+        return _models_vit.load_encoder(path, model=name, **kwargs)
+
+    def mae_vit(checkpoint: str | None = None, **kwargs):
+        if checkpoint is None:
+            return _models_mae.build_mae(f"mae_{name}", **kwargs)
+        path = _models_vit.find_checkpoint(checkpoint, "checkpoint")
+        return _models_vit.load_mae(path, model=f"mae_{name}", **kwargs)
+
+    new = "without one, a new model, whose constructor gets the keyword arguments"
+    vit.__doc__ = f"{name}: the encoder of a checkpoint, as `encoder` gives it; {new}."
+    mae_vit.__doc__ = f"mae_{name}: the autoencoder of a checkpoint, as `mae` gives it; {new}."
+    return vit, mae_vit
+
+
+for _name in _models_vit.SIZES:
+    globals()[_name], globals()[f"mae_{_name}"] = _entries(_name)

@@ -1,0 +1,88 @@
+"""Our weights and sizes in the terms of Hugging Face transformers, which is not needed here.
+
+The names are those of the files on the Hugging Face hub and of transformers 4.x; 5.x renames them on loading. Both
+4.57.6 and 5.22.2 load them without a missing or unexpected key; the tests repeat that with the installed version.
+"""
+
+import re
+
+import torch
+
+from models_mae import MaskedAutoencoderViT
+from models_vit import VisionTransformer
+
+Model = MaskedAutoencoderViT | VisionTransformer
+
+HF_BLOCK = {
+    "norm1": ("layernorm_before",),
+    "attn.qkv": ("attention.attention.query", "attention.attention.key", "attention.attention.value"),
+    "attn.proj": ("attention.output.dense",),
+    "norm2": ("layernorm_after",),
+    "mlp.fc1": ("intermediate.dense",),
+    "mlp.fc2": ("output.dense",),
+}
+HF_ENCODER = {
+    "cls_token": "embeddings.cls_token",
+    "pos_embed": "embeddings.position_embeddings",
+    "patch_embed.proj.weight": "embeddings.patch_embeddings.projection.weight",
+    "patch_embed.proj.bias": "embeddings.patch_embeddings.projection.bias",
+    "norm.weight": "layernorm.weight",
+    "norm.bias": "layernorm.bias",
+}
+
+
+def hf_weights(model: Model) -> dict[str, torch.Tensor]:
+    """model.safetensors of ViTMAEForPreTraining or, of an encoder alone, of ViTModel."""
+    encoder = "vit." if isinstance(model, MaskedAutoencoderViT) else ""
+    weights = {}
+    for key, value in model.state_dict().items():
+        names = hf_names(key, encoder)
+        parts = value.chunk(len(names))  # query, key and value are rows of one matrix here, three matrices there
+        weights |= {name: part.clone() for name, part in zip(names, parts, strict=True)}
+    return weights
+
+
+def hf_names(key: str, encoder: str) -> list[str]:
+    """What transformers calls the weight `key`, or its parts; the encoder's begin with `encoder`."""
+    if block := re.fullmatch(r"(decoder_)?blocks\.(\d+)\.(.+)\.(weight|bias)", key):
+        decoder, number, module, kind = block.groups()
+        layer = f"decoder.decoder_layers.{number}" if decoder else f"{encoder}encoder.layer.{number}"
+        return [f"{layer}.{name}.{kind}" for name in HF_BLOCK[module]]
+    return [encoder + HF_ENCODER[key] if key in HF_ENCODER else f"decoder.{key}"]
+
+
+def hf_config(model: Model, mask_ratio: float) -> dict:
+    """config.json. It tells the two models apart, and the numbers of heads, which no weight does."""
+    height, width = model.patch_embed.img_size
+    patch_size = model.patch_embed.patch_size[0]
+    config = {
+        "architectures": ["ViTModel"],
+        "model_type": "vit",
+        **hf_sizes(model.blocks),
+        "hidden_act": "gelu",
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "layer_norm_eps": 1e-6,
+        "image_size": height if height == width else [height, width],
+        "patch_size": patch_size,
+        "num_channels": model.patch_embed.proj.in_channels,
+        "qkv_bias": True,
+    }
+    if not isinstance(model, MaskedAutoencoderViT):
+        return config | {"encoder_stride": patch_size}
+    return config | {
+        "architectures": ["ViTMAEForPreTraining"],
+        "model_type": "vit_mae",
+        **{f"decoder_{name}": value for name, value in hf_sizes(model.decoder_blocks).items()},
+        "mask_ratio": mask_ratio,
+        "norm_pix_loss": model.norm_pix_loss,
+    }
+
+
+def hf_sizes(blocks: torch.nn.Sequential | torch.nn.ModuleList) -> dict[str, int]:
+    return {
+        "hidden_size": blocks[0].mlp.fc1.in_features,
+        "num_hidden_layers": len(blocks),
+        "num_attention_heads": blocks[0].attn.num_heads,
+        "intermediate_size": blocks[0].mlp.fc1.out_features,
+    }
