@@ -3,8 +3,8 @@
     python -m benchmarks.footprint                                    # ViT-B, -L and -H: 5 minutes and 7 GB on one core
     python -m benchmarks.footprint --models mae_vit_small_patch16 --tflops 60
 
-The project's own passes run on the CPU with one or two images. FLOPs are counted in float32; tensors kept for the
-backward pass are measured under bf16 autocast, as on a GPU. The rest is arithmetic.
+The project's own passes run with one or two images. FLOPs are counted from their shapes, without computing; tensors
+kept for the backward pass are measured on the CPU under bf16 autocast, as on a GPU. The rest is arithmetic.
 Images have 224 px, and the MAE sees exactly a quarter of the patches: random masks, or the CMM's with --select topk.
 """
 
@@ -66,11 +66,27 @@ def get_args_parser() -> ArgumentParser:
     return parser
 
 
+def build(name: str, cmm_scale: float = 1.0) -> tuple[MaskedAutoencoderViT, CurriculumMaskingModule]:
+    """Both networks; the CMM has `cmm_scale` times the MAE's width."""
+    mae = build_mae(name, img_size=IMG_SIZE)
+    return mae, build_cmm(mae, dim=round(cmm_scale * mae.cls_token.shape[-1]))
+
+
+def with_memory(*networks: torch.nn.Module) -> None:
+    """Networks without memory get some. The weights are zero: what is kept for the backward pass is the same."""
+    for network in networks:
+        network.to_empty(device="cpu")
+        for parameter in network.parameters():
+            parameter.data.zero_()
+
+
 def draw_inputs(mae: MaskedAutoencoderViT, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Images [N, C, H, W] and noise [N, L]."""
     draw = generator("footprint", batch)
     imgs = torch.rand(batch, mae.in_chans, *mae.patch_embed.img_size, generator=draw)
-    return imgs, torch.rand(batch, mae.patch_embed.num_patches, generator=draw)
+    noise = torch.rand(batch, mae.patch_embed.num_patches, generator=draw)
+    device = mae.cls_token.device
+    return imgs.to(device), noise.to(device)
 
 
 def soft_loss(mae: MaskedAutoencoderViT, imgs: torch.Tensor, keep_prob: torch.Tensor) -> torch.Tensor:
@@ -137,11 +153,12 @@ def saved_bytes(mae: MaskedAutoencoderViT, cmm: CurriculumMaskingModule, batch: 
 
 
 def measure(name: str) -> Footprint:
-    mae = build_mae(name, img_size=IMG_SIZE)
-    cmm = build_cmm(mae)
+    with torch.device("meta"):  # FLOPs follow from shapes, so nothing need be computed
+        mae, cmm = build(name)
+        gflop = measure_gflop(mae, cmm)
+    with_memory(mae, cmm)
     networks = {"MAE": mae, "CMM": cmm}
     parameters = {key: sum(p.numel() for p in net.parameters() if p.requires_grad) for key, net in networks.items()}
-    gflop = measure_gflop(mae, cmm)
     # What a second image adds is activations. What it does not is autocast's copies of weights, which graphs keep too.
     one, two = (saved_bytes(mae, cmm, batch) for batch in (1, 2))
     activations = {graph: two[graph] - one[graph] for graph in one}
