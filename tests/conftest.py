@@ -33,6 +33,7 @@ LONG = (
     "test_curriculum",
     "test_end_to_end",
     "test_distributed",
+    "test_docs",
 )
 
 torch.set_num_threads(1)  # small models: two test processes with a thread each beat one with two

@@ -76,7 +76,7 @@ def test_masks_are_drawn_by_default_and_repeat(draw, runs):
 def test_titles_tell_epoch_and_curriculum(runs):
     titles = [load_snapshot(runs / "curriculum" / f"checkpoint-{n}.pth", "run").title for n in range(3)]
     assert titles == [f"run, after epoch {n + 1} of 3, $\\lambda_{{CL}}$ = {0.5 - 0.5 * n:.2f}" for n in range(3)]
-    assert load_snapshot(runs / "random" / "checkpoint-2.pth", "run").title == "run, after epoch 3 of 3, random masks"
+    assert load_snapshot(runs / "random" / "checkpoint-2.pth", "a$b").title == r"a\$b, after epoch 3 of 3, random masks"
 
 
 def test_lambda_within_an_epoch_and_without_a_curriculum(runs, tmp_path):

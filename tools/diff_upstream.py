@@ -228,9 +228,9 @@ def get_args_parser() -> ArgumentParser:
     parser.add_argument("--markdown", default=None, metavar="FILE", help="write the report as Markdown, too")
     parser.add_argument(
         "--python",
-        default=sys.executable,
+        default=None,
         metavar="INTERPRETER",
-        help="runs upstream's models, such as beside old timm",
+        help="runs upstream's models, such as beside old timm; default: the one that runs this",
     )
     parser.add_argument("--timeout", default=600, type=float, help="seconds that the models of each tree may take")
     return parser
@@ -262,7 +262,7 @@ def main(args: Namespace) -> None:
         raise UserError(f"{args.upstream} is not a folder; name a checkout of facebookresearch/mae")
     if not (upstream / "models_mae.py").is_file():
         raise UserError(f"{args.upstream} has no models_mae.py; name a checkout of facebookresearch/mae")
-    python = shutil.which(args.python)
+    python = shutil.which(args.python or sys.executable)
     if python is None:
         raise UserError(f"--python {args.python} is not a program; name a Python interpreter")
     if args.markdown is not None and not Path(args.markdown).resolve().parent.is_dir():

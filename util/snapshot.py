@@ -11,6 +11,7 @@ from models_cmm import CurriculumMaskingModule, build_cmm, lambda_cl
 from models_mae import MaskedAutoencoderViT
 from models_vit import mae_of
 from util import checkpoint as ckpt
+from util.figures import verbatim
 from util.misc import UserError
 
 
@@ -36,7 +37,7 @@ class Snapshot:
 
     @property
     def title(self) -> str:
-        parts = [self.name]
+        parts = [verbatim(self.name)]
         if self.epoch is not None:
             epochs = self.settings.get("epochs")
             parts.append(f"after epoch {self.epoch + 1}" + (f" of {epochs}" if epochs else ""))
@@ -93,7 +94,6 @@ def evenly(items: list, most: int) -> list:
     """At most `most` of the items, evenly spread; the last always, and the first if there is room."""
     if len(items) <= most:
         return items
-    return [
-        items[(len(items) - 1) * (i + 1) // most if most == 1 else (len(items) - 1) * i // (most - 1)]
-        for i in range(most)
-    ]
+    if most == 1:
+        return items[-1:]
+    return [items[(len(items) - 1) * i // (most - 1)] for i in range(most)]
