@@ -14,7 +14,7 @@ import shutil
 import signal
 import sys
 import time
-from argparse import Namespace
+from argparse import Namespace, _ArgumentGroup
 from contextlib import suppress
 from pathlib import Path
 
@@ -36,17 +36,7 @@ MOST_TIMEOUTS = 10_000  # requeues after a time-out; in effect, until the run is
 def add_job_arguments(parser: ArgumentParser) -> None:
     job = parser.add_argument_group("job")
     job.add_argument("--job_dir", default="./output_dir/%j", help="logs, and results unless --output_dir; %%j: job id")
-    job.add_argument("--nodes", default=2, type=int, help="number of nodes")
-    job.add_argument("--ngpus", default=8, type=int, help="GPUs, and processes, on each node; 0: one process, no GPU")
-    job.add_argument("--timeout", default=4320, type=int, help="minutes until the job is requeued to continue")
-    job.add_argument("--partition", default=None, help="default: the cluster's")
-    job.add_argument("--account", default=None, help="to be charged; default: the cluster's")
-    job.add_argument("--qos", default=None, help="quality of service; default: the cluster's")
-    job.add_argument("--constraint", default=None, help="node features to ask for")
-    job.add_argument("--use_volta32", action="store_true", help="ask for the node feature volta32gb")
-    job.add_argument("--comment", default=None, help="passed to the scheduler")
-    job.add_argument("--mem_gb", default=None, type=float, help="memory of each node; default: the cluster's")
-    job.add_argument("--cpus_per_task", default=None, type=int, help="default: one for each loader process, and one")
+    add_resource_arguments(job)
     job.add_argument(
         "--cluster",
         default="slurm",
@@ -60,6 +50,21 @@ def add_job_arguments(parser: ArgumentParser) -> None:
         metavar="FLAG=V1,V2",
         help="a job for each value, as in seed=0,1,2; several multiply",
     )
+
+
+def add_resource_arguments(job: _ArgumentGroup) -> None:
+    """What a job asks the cluster for."""
+    job.add_argument("--nodes", default=2, type=int, help="number of nodes")
+    job.add_argument("--ngpus", default=8, type=int, help="GPUs, and processes, on each node; 0: one process, no GPU")
+    job.add_argument("--timeout", default=4320, type=int, help="minutes until the job is requeued to continue")
+    job.add_argument("--partition", default=None, help="default: the cluster's")
+    job.add_argument("--account", default=None, help="to be charged; default: the cluster's")
+    job.add_argument("--qos", default=None, help="quality of service; default: the cluster's")
+    job.add_argument("--constraint", default=None, help="node features to ask for")
+    job.add_argument("--use_volta32", action="store_true", help="ask for the node feature volta32gb")
+    job.add_argument("--comment", default=None, help="passed to the scheduler")
+    job.add_argument("--mem_gb", default=None, type=float, help="memory of each node; default: the cluster's")
+    job.add_argument("--cpus_per_task", default=None, type=int, help="default: one for each loader process, and one")
 
 
 def job_flags() -> set[str]:
@@ -172,7 +177,8 @@ def program_args(args: Namespace) -> Namespace:
     return Namespace(**{name: value for name, value in vars(args).items() if name not in job_flags()})
 
 
-def build_executor(program: str, args: Namespace) -> submitit.AutoExecutor:
+def build_executor(program: str, args: Namespace, after: str | None = None) -> submitit.AutoExecutor:
+    """What submits jobs of `program`; those of SLURM start when the condition `after` is met, as in afterok:123."""
     check_at_least(args, 1, "nodes", "timeout")
     check_at_least(args, 0, "ngpus")
     if args.cluster == "slurm" and shutil.which("srun") is None:
@@ -195,6 +201,8 @@ def build_executor(program: str, args: Namespace) -> submitit.AutoExecutor:
         "signal_delay_s": min(SIGNAL_DELAY, 60 * args.timeout // 4),
         # One process that fails ends them all, at once. And a step has to ask for its CPUs anew.
         "srun_args": ["--kill-on-bad-exit=1", f"--cpus-per-task={cpus}"],
+        # A condition that can no longer be met would leave the job in the queue for ever.
+        "additional_parameters": {"dependency": after, "kill_on_invalid_dep": "yes"} if after else None,
     }
     common = {
         "name": program.removeprefix("main_"),
