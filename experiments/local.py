@@ -46,7 +46,8 @@ def machine_slots(ngpus: int, jobs: int | None) -> list[Slot]:
         return [Slot({"CUDA_VISIBLE_DEVICES": ",".join(map(str, group))}, ngpus) for group in groups[:jobs]]
     cores = len(os.sched_getaffinity(0))
     jobs = jobs or cores
-    return [Slot({"OMP_NUM_THREADS": str(max(cores // jobs, 1))})] * jobs
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(cores // jobs, 1))
+    return [Slot({"OMP_NUM_THREADS": threads})] * jobs
 
 
 def command(step: Step, processes: int) -> list[str]:
