@@ -7,7 +7,6 @@ Recipes share runs: a pretraining that two of them need is done once.
 """
 
 import importlib
-import shlex
 from argparse import Namespace
 from dataclasses import dataclass
 from functools import cache
@@ -39,9 +38,6 @@ class Step:
     def args(self) -> Namespace:
         return importlib.import_module(self.program).get_args_parser().parse_args(list(self.flags))
 
-    def command(self) -> str:
-        return f"python {self.program}.py {shlex.join(self.flags)}"
-
 
 @dataclass(frozen=True)
 class Run:
@@ -63,6 +59,10 @@ class Run:
 
     def checkpoint(self) -> Path:
         return self.folder / f"checkpoint-{self.pretrain.args().epochs - 1}.pth"
+
+    def settings(self) -> dict:
+        """The flags that it was trained with."""
+        return load_checkpoint(self.checkpoint(), lazily=True)["args"]
 
     def is_done(self, step: Step) -> bool:
         if not self.checkpoint().exists():
@@ -100,14 +100,16 @@ def agrees(settings: dict, args: Namespace) -> bool:
 
 def check_settings(run: Run) -> None:
     """Refuse a folder whose finished run was trained with other flags than it would be now."""
-    if not run.checkpoint().exists():
-        return  # main_pretrain.py itself refuses to go on with other flags
+    try:
+        theirs = run.settings()
+    except UserError:
+        return  # not finished, then main_pretrain.py itself refuses other flags; or damaged, then evaluations say so
     ours = run.pretrain.args()
     main_pretrain.check_args(ours)
     known = {name: value for name, value in vars(ours).items() if value is not None}
     if ours.global_batch_size:
         del known["batch_size"]  # it follows from the number of processes
-    if changed := differences(load_checkpoint(run.checkpoint())["args"], known):
+    if changed := differences(theirs, known):
         raise UserError(
             f"{run.folder} was trained with other settings: {'; '.join(changed)}. "
             "Give the same, or another --output_dir"
@@ -122,7 +124,7 @@ def expand(recipe: Recipe, args: Namespace) -> list[Run]:
 def plan_run(variant: Variant, seed: int, recipe: Recipe, args: Namespace) -> Run:
     scale = SCALES[args.scale]
     base = [*scale.pretrain.split(), *source_flags(args), *scale.size_flags.get(args.data_set, "").split()]
-    base += args.pretrain_flags
+    base += args.pretrain
     own = variant.flags.split()
     if variant.equal_compute:
         own += ["--epochs", str(round(parse(base).epochs * scale.clmae_over_mae))]

@@ -4,8 +4,8 @@
     python -m experiments.run losses --scale full --cluster slurm --data_path /data/imagenet --partition NAME
     python -m experiments.run losses --scale small --data_set cifar10 --data_path data --seeds 0 1 2
 
-With no images and no network, in a few minutes; flags after -- go to all pretrainings:
-    python -m experiments.run main_results --scale small --data_set shapes -- --epochs 2
+With no images and no network, in a few minutes; --pretrain comes last, and its flags go to all pretrainings:
+    python -m experiments.run main_results --scale small --data_set shapes --pretrain --epochs 2
 
 What is done is skipped and what was interrupted goes on, so the same command may be given again at any time.
 """
@@ -15,7 +15,7 @@ import platform
 import shlex
 import sys
 import textwrap
-from argparse import Namespace
+from argparse import REMAINDER, Namespace
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ from experiments.plan import Run, Step, check_settings, data_folder, expand
 from experiments.recipe import Recipe, load_recipe, recipe_names, recipe_text
 from experiments.scale import SCALES, data_name, source_flags
 from experiments.table import build_tables
-from util.checkpoint import load_checkpoint, write_text
+from util.checkpoint import write_text
 from util.launcher import add_resource_arguments
 from util.misc import ArgumentParser, UserError, logger, run
 from util.sources import DATA_SETS
@@ -50,13 +50,16 @@ def get_args_parser() -> ArgumentParser:
         "--features", default="cls_token", choices=["cls_token", "global_pool"], help="what evaluations see of an image"
     )
     what.add_argument("--output_dir", default="./output_dir/experiments", help="runs, tables and figures")
+    what.add_argument(
+        "--pretrain", default=[], nargs=REMAINDER, metavar="FLAG", help="all that follows: flags for main_pretrain.py"
+    )
 
     where = parser.add_argument_group("where to run it")
     where.add_argument("--cluster", default="local", choices=["local", "slurm"], help="this machine, or job arrays")
     where.add_argument("--jobs", default=None, type=int, help="local: runs at a time; default: as devices allow")
     where.add_argument("--device", default=None, help="default: cuda if there is one, else cpu")
     add_resource_arguments(where)
-    parser.set_defaults(nodes=1, ngpus=None, pretrain_flags=[])
+    parser.set_defaults(nodes=1, ngpus=None)
     return parser
 
 
@@ -81,12 +84,14 @@ def show_commands(runs: list[Run], args: Namespace) -> None:
 
 
 def job_command(step: Step, args: Namespace) -> str:
+    flags = shlex.join(step.flags)
     if args.cluster == "local":
-        return step.command()
+        launcher = "python" if args.ngpus < 2 else f"torchrun --standalone --nproc_per_node={args.ngpus}"
+        return f"{launcher} {step.program}.py {flags}"
     script = "submitit_pretrain.py" if step.protocol is None else f"submitit_eval.py --task {step.program[5:]}"
     nodes = args.nodes if step.protocol is None else 1
     partition = f" --partition {args.partition}" if args.partition else ""
-    return f"python {script} --nodes {nodes} --ngpus {args.ngpus}{partition} {shlex.join(step.flags)}"
+    return f"python {script} --nodes {nodes} --ngpus {args.ngpus}{partition} {flags}"
 
 
 def work(runs: list[Run], args: Namespace) -> dict[Run, str]:
@@ -101,7 +106,8 @@ def report(name: str, recipe: Recipe, runs: list[Run], failed: dict[Run, str], a
     folder = data_folder(args)
     tables = build_tables(recipe, runs, args)
     logger.info("%s", "\n\n".join([f"\n{recipe.title}", *map(as_text, tables)]))
-    parts = [f"# {recipe.title}", describe(name, runs, args), *map(as_markdown, tables)]
+    finished = [each for each in runs if each not in failed and each.checkpoint().exists()]
+    parts = [f"# {recipe.title}", describe(name, runs[0], finished, args), *map(as_markdown, tables)]
     parts += ["\n".join(f"- {note}" for note in notes(runs, failed, tables))]
     path = folder / f"{name}-{args.features}.md"
     try:
@@ -114,15 +120,15 @@ def report(name: str, recipe: Recipe, runs: list[Run], failed: dict[Run, str], a
         draw(recipe, runs, folder / name, args)
 
 
-def describe(name: str, runs: list[Run], args: Namespace) -> str:
+def describe(name: str, example: Run, finished: list[Run], args: Namespace) -> str:
     """What the figures were obtained with."""
-    settings = runs[0].pretrain.args()
-    finished = [each for each in runs if each.checkpoint().exists()]
-    commits = sorted({str(load_checkpoint(each.checkpoint())["args"].get("commit")) for each in finished})
+    settings = example.pretrain.args()
+    commits = sorted({str(each.settings().get("commit")) for each in finished})
+    hardware = processor() if args.cluster == "local" else f"{args.nodes} x {args.ngpus} GPUs of a cluster"
     return (
         f"`python -m experiments.run {name}`, scale {args.scale}, data {data_name(args)}; {settings.model}, "
         f"{settings.epochs} epochs, seeds {', '.join(map(str, args.seeds))}, features {args.features}. "
-        f"Commit {', '.join(commits) or 'none yet'}; {processor()}; torch {torch.__version__}."
+        f"Commit {', '.join(commits) or 'none yet'}; {hardware}; torch {torch.__version__}."
     )
 
 
@@ -180,8 +186,4 @@ def main(args: Namespace) -> None:
 
 
 if __name__ == "__main__":
-    at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    parser = get_args_parser()
-    parser.set_defaults(pretrain_flags=sys.argv[at + 1 :])
-    del sys.argv[at:]
-    run(main, parser)
+    run(main, get_args_parser())

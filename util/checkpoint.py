@@ -96,19 +96,21 @@ def put_in_place(partial: Path, path: Path) -> None:
             os.close(folder)
 
 
-def load_checkpoint(path: str | Path) -> dict:
+def load_checkpoint(path: str | Path, *, lazily: bool = False) -> dict:
     """Read a checkpoint of this project or of upstream MAE onto the CPU; `args` comes back as a dict.
 
     Upstream pickles an argparse.Namespace into its files, which is the one class allowed here. Anything else that
     would run code is refused before it runs. A .safetensors file gives `model`, `metadata` (its header), and of `args`
-    what that header tells.
+    what that header tells. `lazily` is for a look at all but the tensors: these stay on the disk until they are used,
+    and the file's checksums are not looked at.
     """
     try:
         if Path(path).suffix == SAFETENSORS:
             return read_safetensors(path)
-        check_sums(path)
+        if not lazily:
+            check_sums(path)
         with torch.serialization.safe_globals([argparse.Namespace]):
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.EISDIR, errno.EACCES):
             raise UserError(f"cannot read the checkpoint {path}: {os.strerror(error.errno)}") from None
