@@ -262,6 +262,8 @@ def save_probe(path: Path, fits: list[Fit], subject: Subject, protocol: str, set
 
 def main(args: Namespace) -> None:
     check_args(args)
+    # CPUs are slow with numbers close to zero, which LARS makes of features that never vary. No accuracy depends on them.
+    torch.set_flush_denormal(True)
     finished = load_probe(args.resume) if args.eval else None
     subject = open_subject(args)
     if args.nb_classes is not None and args.nb_classes < len(subject.classes):
