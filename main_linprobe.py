@@ -262,7 +262,7 @@ def save_probe(path: Path, fits: list[Fit], subject: Subject, protocol: str, set
 
 def main(args: Namespace) -> None:
     check_args(args)
-    # CPUs are slow with numbers close to zero, which LARS makes of features that never vary. No accuracy depends on them.
+    # CPUs are slow with numbers next to zero, which some heads of --lr_grid run into. No accuracy depends on them.
     torch.set_flush_denormal(True)
     finished = load_probe(args.resume) if args.eval else None
     subject = open_subject(args)

@@ -4,7 +4,6 @@ import json
 import statistics
 from argparse import Namespace
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -40,10 +39,11 @@ def build_tables(recipe: Recipe, runs: list[Run], args: Namespace) -> list[Table
     baseline = next((row for row in rows if row.variant.name == recipe.baseline), None)
     tables = []
     for position, step in enumerate(runs[0].evaluations):
-        build = few_shot_table if step.protocol == FEW_SHOT else accuracy_table
-        tables.append(build(rows, baseline, position, step))
-    health = health_table(rows)
-    return [table for table in (*tables, health) if table.rows]
+        if step.protocol == FEW_SHOT:
+            tables.append(few_shot_table(rows, position, step))
+        else:
+            tables.append(accuracy_table(rows, baseline, position, step))
+    return [table for table in (*tables, health_table(rows)) if table.rows]
 
 
 def accuracy_table(rows: list[Row], baseline: Row | None, position: int, step: Step) -> Table:
@@ -112,9 +112,8 @@ def paper_cells(variant: Variant) -> list[Cell]:
     return [Cell("-" if figure is None else f"{figure:.1f}") for figure in figures]
 
 
-def few_shot_table(rows: list[Row], baseline: Row | None, position: int, step: Step) -> Table:
-    """Acc@1 by the number of labelled images per class."""
-    del baseline  # main_compare.py tests two encoders in few shots; here the deviation over seeds must do
+def few_shot_table(rows: list[Row], position: int, step: Step) -> Table:
+    """Acc@1 by the number of labelled images per class. (main_compare.py tests two encoders image by image.)"""
     by_row = [row.results(position) for row in rows]
     shots = sorted({number for results in by_row for result in results.values() for number in result.scores})
     lines = []
@@ -134,7 +133,8 @@ def health_table(rows: list[Row]) -> Table:
             continue
         cells = [mean_cell([log[-1][key] for log in logs]) for key in HEALTH.values()]
         courses = [[epoch[ERROR] for epoch in log if ERROR in epoch] for log in logs]
-        cells += [mean_cell([pick(course) for course in courses], 3) for pick in (first, min, last)]
+        moments = [(course[0], min(course), course[-1]) for course in courses]
+        cells += [mean_cell(list(values), 3) for values in zip(*moments, strict=True)]
         cells.append(mean_cell([log[-1]["train_loss"] for log in logs], 3))
         lines.append(([row.variant.name], cells))
     groups = [
@@ -145,17 +145,9 @@ def health_table(rows: list[Row]) -> Table:
     return Table("Health of the masks", [""], groups, lines)
 
 
-def first(values: list[float]) -> float:
-    return values[0]
-
-
-def last(values: list[float]) -> float:
-    return values[-1]
-
-
 def epochs_of(run: Run) -> list[dict]:
     """The log of a finished run."""
-    log: Path = run.folder / "log.txt"
+    log = run.folder / "log.txt"
     if not log.exists() or not run.checkpoint().exists():
         return []
     return [json.loads(line) for line in log.read_text().splitlines()]

@@ -12,9 +12,13 @@ from conftest import ROOT
 
 from tools.flags import PAGE, reference
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "experiments").glob("*.md"))]
 RUNNABLE = re.compile(r"^```bash runnable\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?://|#)([^)#\s]+)")
+
+
+def title(page: Path) -> str:
+    return str(page.relative_to(ROOT))
 
 
 def test_the_reference_of_flags_is_not_stale():
@@ -33,7 +37,7 @@ def clone(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if RUNNABLE.search(page.read_text())], ids=lambda p: p.name)
+@pytest.mark.parametrize("page", [page for page in PAGES if RUNNABLE.search(page.read_text())], ids=title)
 def test_runnable_commands_run(clone, page):
     """All of a page, in its order: later commands use what earlier ones leave."""
     script = "\n".join(RUNNABLE.findall(page.read_text(encoding="utf-8")))
@@ -45,7 +49,7 @@ def test_runnable_commands_run(clone, page):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=title)
 def test_links_lead_somewhere(page):
     for target in LINK.findall(page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), target
@@ -57,6 +61,6 @@ def test_flags_in_commands_exist():
     for page in PAGES:
         for block in re.findall(r"^```bash.*?\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
             for line in block.replace("\\\n", " ").splitlines():
-                found = re.search(r"(?:main_\w+|submitit_\w+)\.py(.*)", line.split("  #")[0])
+                found = re.search(r"(?:main_\w+\.py|submitit_\w+\.py|-m experiments\.run)(.*)", line.split("  #")[0])
                 flags = re.findall(r"(?<!\S)(--\w+)", found[1]) if found else []
                 assert set(flags) <= known | {"--task", "--help"}, (page.name, line)

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import processes_with
+from conftest import ROOT, processes_with
 from small_runs import checkpoint
 
+from experiments import cluster, scale
 from experiments import run as runner
-from experiments import scale
 from experiments.local import last_words, machine_slots, own_folder
 from experiments.plan import expand, run_name
 from experiments.recipe import load_recipe, recipe_names, recipe_text
@@ -79,6 +79,11 @@ def test_a_recipe_tells_what_it_runs_costs_and_should_reach(name):
     for run in expand(load_recipe(name), args):  # every program knows its flags
         for step in run.steps:
             assert step.args().output_dir.startswith("./output_dir/experiments/full/imagenet/".removeprefix("./"))
+
+
+def test_every_recipe_is_in_the_overview():
+    listed = re.findall(r"\(recipes/(\w+)\.py\)", (ROOT / "experiments" / "README.md").read_text())
+    assert sorted(listed) == recipe_names()
 
 
 @pytest.mark.parametrize("name", PAPER)
@@ -308,6 +313,22 @@ def test_a_recipe_runs_as_job_arrays(slurm, monkeypatch, call, tmp_path):
     assert code == 0, out + err
     assert "not finished" not in out
     assert "nearest neighbour on shapes" in (folder / "main_results-cls_token.md").read_text().lower()
+
+
+def test_a_job_that_ended_without_a_result_is_listed(tmp_path, monkeypatch):
+    run = expand(load_recipe("losses"), arguments("losses", "--data_set", "shapes", "--output_dir", tmp_path))[0]
+    assert cluster.lost_jobs(run) == []
+    cluster.note_job(run, run.pretrain, "12_3")
+    monkeypatch.setattr(cluster, "in_queue", lambda job: job == "12_3")
+    assert cluster.lost_jobs(run) == []
+    monkeypatch.setattr(cluster, "in_queue", lambda job: False)
+    assert cluster.lost_jobs(run) == ["job 12_3 (main_pretrain)"]
+
+
+def test_evaluations_wait_for_their_pretraining():
+    assert cluster.after_each(["12_0", "12_1"]) == "aftercorr:12"
+    assert cluster.after_each(["12"]) == "afterok:12"
+    assert cluster.after_each([]) is None
 
 
 def test_last_words_are_the_last_line_that_says_something(tmp_path):

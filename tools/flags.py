@@ -13,7 +13,7 @@ from util.misc import ArgumentParser, logger, run
 
 PROGRAMS = (
     *("main_pretrain", "main_knn", "main_linprobe", "main_fewshot", "main_compare", "main_visualize"),
-    *("tools.export", "tools.diff_upstream"),
+    *("experiments.run", "tools.export", "tools.diff_upstream"),
 )
 INTRODUCTION = """Written by `python -m tools.flags` from the programs' own parsers.
 A mistake in any flag ends with one sentence that names it, and exit code 2."""
