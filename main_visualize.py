@@ -6,8 +6,8 @@ Masks and reconstructions from a run's first checkpoint to its last, on a few va
 The same for one checkpoint and files of your own, as PDF for a paper:
     python main_visualize.py runs/clmae/checkpoint-399.pth --images cat.jpg dog.jpg --format pdf
 
-Many images' masks at once, curves over training from log.txt, and a GIF of one image's mask over training:
-    python main_visualize.py runs/clmae --data_path /data/imagenet --grid diversity --curve --animate
+Many images' masks at once, how often each place is visible, curves over training from log.txt, and a GIF of one mask:
+    python main_visualize.py runs/clmae --data_path /data/imagenet --grid diversity positions --curve --animate
 """
 
 import os
@@ -23,12 +23,12 @@ from util.curves import curve_figure, read_log
 from util.datasets import build_eval_transform
 from util.decode import MODES, to_mode
 from util.figures import FORMATS, save_figure, short_names
-from util.mask_figures import Block, animation, diversity_figure, draw_block, masks_figure
+from util.mask_figures import Block, animation, diversity_figure, draw_block, masks_figure, positions_figure
 from util.misc import ArgumentParser, UserError, file_name, generator, logger, pick_device, run
 from util.snapshot import Snapshot, evenly, load_snapshot, snapshots_of
 from util.sources import ImageList, build_source, describe, find_split
 
-COLUMNS, MANY = 8, 64  # images of --grid masks, and of --grid diversity
+GRIDS = {"masks": (8, masks_figure), "diversity": (64, diversity_figure), "positions": (512, positions_figure)}
 
 
 def get_args_parser() -> ArgumentParser:
@@ -41,8 +41,9 @@ def get_args_parser() -> ArgumentParser:
         "--grid",
         nargs="+",
         default=[],
-        choices=["masks", "diversity"],
-        help="masks: images, Z, masks and reconstructions; diversity: many images' masks at once",
+        choices=list(GRIDS),
+        help="masks: images, Z, masks and reconstructions; diversity: many images' masks at once; positions: how often "
+        "each place is visible",
     )
     what.add_argument("--curve", action="store_true", help="losses and health of the masks over training, from log.txt")
     what.add_argument("--animate", action="store_true", help="a GIF of the first image's mask over training")
@@ -58,7 +59,7 @@ def get_args_parser() -> ArgumentParser:
 
     images = parser.add_argument_group("images (or a data set, below)")
     images.add_argument("--images", nargs="+", default=[], help="image files, or folders with some")
-    images.add_argument("--num_images", default=None, type=int, help="default: 8, and 64 for --grid diversity")
+    images.add_argument("--num_images", default=None, type=int, help="default: 8; diversity 64, positions 512")
     add_data_arguments(parser)
 
     out = parser.add_argument_group("output")
@@ -150,7 +151,7 @@ def draw_grids(runs: dict[str, list[Path]], source: ImageList, args: Namespace) 
     shown = [(name, path) for name, paths in runs.items() for path in evenly(paths, args.blocks)]
     written = []
     for grid in args.grid:
-        most, figure = {"masks": (COLUMNS, masks_figure), "diversity": (MANY, diversity_figure)}[grid]
+        most, figure = GRIDS[grid]  # number of images, and how they are drawn
         blocks = draw_blocks(shown, read_images(source, args.num_images or most, args.seed), args)
         written += save_figure(figure(blocks), Path(args.output_dir) / grid, args.format)
     return written

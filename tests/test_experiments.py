@@ -215,7 +215,7 @@ def test_a_stopped_queue_leaves_no_process_and_goes_on(background, tmp_path):
     assert "resuming from" in read(folder / "main_pretrain.log")
     assert checkpoint(folder, 2)["epoch"] == 2
     assert {path.name for path in (tmp_path / "out/small/shapes/masks_curriculum").iterdir()} == {
-        *("curves.png", "diversity.png", "masks.png"),
+        *("curves.png", "diversity.png", "masks.png", "positions.png"),
     }
 
 

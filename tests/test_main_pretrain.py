@@ -61,6 +61,7 @@ def test_a_run_leaves_checkpoints_a_log_and_tensorboard(cli, tmp_path):
         "mask_visible_std",
         "mask_distinct",
         "mask_hamming",
+        "mask_unseen",
         "mask_decisive",
         "mask_removed_error",
     }

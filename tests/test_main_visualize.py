@@ -12,7 +12,7 @@ import main_pretrain
 import main_visualize
 from models_mae import mae_vit_micro_patch4
 from util.curves import PANELS, curve_figure, read_log
-from util.mask_figures import HIDDEN, diversity_figure, draw_block, masks_figure, side_by_side, wall
+from util.mask_figures import HIDDEN, diversity_figure, draw_block, masks_figure, positions_figure, side_by_side, wall
 from util.misc import UserError
 from util.snapshot import Snapshot, evenly, load_snapshot
 from util.visualize import as_rgb, reconstruction
@@ -43,7 +43,7 @@ def draw(program, tmp_path):
 
 
 def test_everything_at_once(draw, runs):
-    what = ("--grid", "masks", "diversity", "--curve", "--animate", "--format", "png", "pdf")
+    what = ("--grid", "masks", "diversity", "positions", "--curve", "--animate", "--format", "png", "pdf")
     code, out, err, folder = draw(runs / "curriculum", *SHAPES, *what)
     assert (code, err) == (0, "")
     expected = {
@@ -51,6 +51,8 @@ def test_everything_at_once(draw, runs):
         "masks.pdf",
         "diversity.png",
         "diversity.pdf",
+        "positions.png",
+        "positions.pdf",
         "curves.png",
         "curves.pdf",
         "curriculum.gif",
@@ -59,7 +61,7 @@ def test_everything_at_once(draw, runs):
     assert {line.rsplit("/", 1)[-1] for line in out.splitlines()} == expected
     with Image.open(folder / "curriculum.gif") as gif:
         assert gif.n_frames == 3
-    for name in ("masks.png", "diversity.png", "curves.png"):
+    for name in ("masks.png", "diversity.png", "positions.png", "curves.png"):
         pixels = np.asarray(Image.open(folder / name).convert("RGB"))
         assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 50
 
@@ -140,6 +142,16 @@ def test_diversity_counts_distinct_masks(runs):
     assert "1 of 9 masks differ, distance 0.00" in figure.axes[0].get_title()
 
 
+def test_positions_counts_places_that_are_never_or_always_visible(runs):
+    block = draw_block(load_snapshot(runs / "curriculum" / "checkpoint-2.pth", "run"), torch.randn(2, 3, 16, 16))
+    block.visible = np.zeros((2, 4, 4))
+    block.visible[:, 0] = 1  # a row that both images show
+    block.visible[0, 1] = 1  # and one that only the first shows
+    figure = positions_figure([block])
+    assert "50% of the positions never visible, 25% always" in figure.axes[0].get_title()
+    assert np.array_equal(figure.axes[0].images[0].get_array()[:, 0], [1, 0.5, 0, 0])
+
+
 def test_tiles():
     tiles = np.arange(3 * 2 * 2).reshape(3, 2, 2).astype(float)
     row = side_by_side(tiles, gap=1)
@@ -160,7 +172,7 @@ def test_checkpoints_are_evenly_spread():
 
 def test_several_runs_and_names(draw, runs, monkeypatch):
     seen = []
-    monkeypatch.setattr(main_visualize, "masks_figure", lambda blocks: seen.extend(blocks) or masks_figure(blocks))
+    monkeypatch.setitem(main_visualize.GRIDS, "masks", (8, lambda blocks: seen.extend(blocks) or masks_figure(blocks)))
     code, _, _, _ = draw(runs / "random", runs / "curriculum", *SHAPES, "--blocks", 2, "--num_images", 3)
     assert code == 0
     assert [block.title.split(",")[0] for block in seen] == ["random", "random", "curriculum", "curriculum"]

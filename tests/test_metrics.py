@@ -12,6 +12,7 @@ def test_mask_health_of_hand_made_masks():
     assert health["visible_std"] == pytest.approx(torch.tensor([0.5, 0.25, 0.5]).std(correction=0).item())
     assert health["distinct"] == pytest.approx(2 / 3)
     assert health["hamming"] == pytest.approx((0.25 + 0.0 + 0.25) / 3)
+    assert health["unseen"] == pytest.approx(2 / 4)
     assert health["decisive"] == pytest.approx(7 / 12)
 
 

@@ -157,6 +157,32 @@ def diversity_figure(blocks: list[Block]) -> Figure:
     return figure
 
 
+def positions_figure(blocks: list[Block]) -> Figure:
+    """How often each position is visible: masks made for the place, not for the image, are seen at a glance."""
+    columns = min(len(blocks), 4)
+    rows = -(-len(blocks) // columns)
+    figure = Figure(figsize=(3.4 * columns, 3.6 * rows + 0.6), layout="constrained")
+    figure.get_layout_engine().set(h_pad=0.15)
+    for block, axes in zip(blocks, figure.subplots(rows, columns, squeeze=False).flat, strict=False):
+        share = block.visible.mean(axis=0)
+        draw_strip(axes, share)
+        axes.set_box_aspect(share.shape[0] / share.shape[1])
+        axes.set_title(
+            f"{block.title}\n{(share == 0).mean():.0%} of the positions never visible, "
+            f"{(share == 1).mean():.0%} always",
+            fontsize=9,
+        )
+    for axes in figure.axes[len(blocks) :]:
+        axes.set_axis_off()
+    n = len(blocks[0].visible)
+    figure.supxlabel(
+        f"How often a patch is visible in {n} images, from never (dark) to always (yellow).\n"
+        f"Random masks show all positions equally often.",
+        fontsize=9,
+    )
+    return figure
+
+
 def wall(tiles: np.ndarray, side: int) -> np.ndarray:
     """Tiles [N, h, w] in rows of `side`, with gaps that are not drawn."""
     missing = -len(tiles) % side

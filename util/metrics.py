@@ -11,6 +11,7 @@ def mask_health(mask: torch.Tensor, keep_prob: torch.Tensor | None = None) -> di
     visible      share of visible tokens, mean over images         visible_std   its standard deviation over images
     distinct     share of masks in the batch that differ from all before them (1/N: mode collapse)
     hamming      share of tokens in which two masks differ, mean over pairs of images
+    unseen       share of positions that no image of the batch shows: masks may differ, and yet be made for the place
     decisive     share of Z within 0.1 of 0 or 1
     """
     n, num_patches = mask.shape
@@ -24,6 +25,7 @@ def mask_health(mask: torch.Tensor, keep_prob: torch.Tensor | None = None) -> di
         "visible_std": visible.std(correction=0),
         "distinct": 1 - repeats / n,
         "hamming": differing.sum() / (num_patches * max(n * (n - 1), 1)),
+        "unseen": mask.all(dim=0).float().mean(),
     }
     if keep_prob is not None:
         health["decisive"] = ((keep_prob - 0.5).abs() >= 0.4).float().mean()

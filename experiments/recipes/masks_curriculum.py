@@ -13,5 +13,5 @@ RECIPE = Recipe(
     title="Masks over the curriculum",
     variants=(Variant("CL-MAE"),),
     evaluations=(),
-    pictures=("--grid", "masks", "diversity", "--curve", "--blocks", "5"),
+    pictures=("--grid", "masks", "diversity", "positions", "--curve", "--blocks", "5"),
 )

@@ -12,5 +12,5 @@ RECIPE = Recipe(
     title="Masks without the diversity loss",
     variants=(Variant("CL-MAE"), Variant("without diversity", "--lambda_div 0")),
     evaluations=(),
-    pictures=("--grid", "masks", "diversity", "--curve", "--blocks", "1"),
+    pictures=("--grid", "masks", "diversity", "positions", "--curve", "--blocks", "1"),
 )

@@ -12,5 +12,5 @@ RECIPE = Recipe(
     title="Masks without the Kullback-Leibler loss",
     variants=(Variant("CL-MAE"), Variant("without KL", "--lambda_kl 0")),
     evaluations=(),
-    pictures=("--grid", "masks", "diversity", "--curve", "--blocks", "1"),
+    pictures=("--grid", "masks", "diversity", "positions", "--curve", "--blocks", "1"),
 )
