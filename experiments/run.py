@@ -147,6 +147,8 @@ def notes(runs: list[Run], failed: dict[Run, str], tables: list[Table]) -> list[
             "gain: mean over seeds, each against the baseline's same seed; p: exact two-sided McNemar test on the same "
             f"images, the largest of all seeds; *: p < {SIGNIFICANT} and the same direction with every seed"
         )
+    if any(group.heading == "paper:" for table in tables for group in table.groups):
+        found.append("paper: ImageNet-200, ViT-B unless the row says otherwise")
     found += [f"failed: {each.title}: {problem}" for each, problem in failed.items()]
     missing = [each.title for each in runs if each not in failed and not all(map(each.is_done, each.steps))]
     return found + ([f"not finished: {', '.join(missing)}"] if missing else [])

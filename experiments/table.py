@@ -16,6 +16,7 @@ HEALTH = {  # of a run's last epoch, by the heading in the table
     "visible": "train_mask_visible",
     "distinct": "train_mask_distinct",
     "distance": "train_mask_hamming",
+    "unseen": "train_mask_unseen",
     "decisive": "train_mask_decisive",
 }
 ERROR = "mask_error_vs_random"
@@ -48,12 +49,12 @@ def build_tables(recipe: Recipe, runs: list[Run], args: Namespace) -> list[Table
 
 def accuracy_table(rows: list[Row], baseline: Row | None, position: int, step: Step) -> Table:
     columns = ["Acc@1", "Acc@5", "seeds"]
-    groups = [Group("here", columns)]
+    groups = [Group("", columns)]
     if baseline:
-        groups.append(Group(f"over {baseline.variant.name}", ["gain@1", "p@1", "gain@5", "p@5"]))
+        groups.append(Group(f"over {baseline.variant.name}:", ["gain@1", "p@1", "gain@5", "p@5"]))
     with_paper = step.protocol == "knn" and any(row.variant.paper for row in rows)
     if with_paper:
-        groups.append(Group("paper, ImageNet-200", ["Acc@1", "Acc@5"]))
+        groups.append(Group("paper:", ["Acc@1", "Acc@5"]))
     reference = baseline.results(position) if baseline else {}
     lines = []
     for row in rows:
@@ -121,7 +122,7 @@ def few_shot_table(rows: list[Row], position: int, step: Step) -> Table:
         values = [[result.scores[number].acc[0] for result in results.values()] for number in shots]
         lines.append(([row.variant.name], [mean_cell(each) for each in values]))
     title = f"Few-shot linear probing on {step.data}, Acc@1 (%)"
-    return Table(title, [""], [Group("labelled images per class", list(map(str, shots)))], lines if shots else [])
+    return Table(title, [""], [Group("shots", list(map(str, shots)))], lines if shots else [])
 
 
 def health_table(rows: list[Row]) -> Table:
@@ -131,16 +132,16 @@ def health_table(rows: list[Row]) -> Table:
         logs = [log for run in row.runs if (log := epochs_of(run)) and ERROR in log[-1]]
         if not logs:
             continue
-        cells = [mean_cell([log[-1][key] for log in logs]) for key in HEALTH.values()]
+        cells = [mean_cell([log[-1][key] for log in logs if key in log[-1]]) for key in HEALTH.values()]
         courses = [[epoch[ERROR] for epoch in log if ERROR in epoch] for log in logs]
         moments = [(course[0], min(course), course[-1]) for course in courses]
         cells += [mean_cell(list(values), 3) for values in zip(*moments, strict=True)]
         cells.append(mean_cell([log[-1]["train_loss"] for log in logs], 3))
         lines.append(([row.variant.name], cells))
     groups = [
-        Group("masks, last epoch", list(HEALTH)),
-        Group("error over random masks'", ["first epoch", "lowest", "last"]),
-        Group("training", ["loss"]),
+        Group("last epoch:", list(HEALTH)),
+        Group("error / random:", ["first", "lowest", "last"]),
+        Group("", ["training loss"]),
     ]
     return Table("Health of the masks", [""], groups, lines)
 

@@ -135,7 +135,7 @@ def text_block(heading: str, columns: list[list[str]]) -> list[str]:
 
 
 def as_markdown(table: Table) -> str:
-    headings = [*table.labels, *(f"{group.heading} {name}" for group in table.groups for name in group.columns)]
+    headings = [*table.labels, *(f"{group.heading} {name}".strip() for group in table.groups for name in group.columns)]
     lines = [[markdown(heading) for heading in headings], [":--"] * len(table.labels)]
     lines[1] += ["--:"] * (len(headings) - len(table.labels))
     for words, cells in table.rows:
