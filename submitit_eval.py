@@ -10,7 +10,7 @@ import importlib
 from util.launcher import launch
 from util.misc import ArgumentParser, UserError
 
-TASKS = ("knn", "linprobe", "fewshot")
+TASKS = ("knn", "linprobe", "fewshot", "finetune")
 
 if __name__ == "__main__":
     which = ArgumentParser("submitit_eval.py", description=__doc__.split("\n")[0], add_help=False)

@@ -7,18 +7,27 @@ import random
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 from PIL import Image
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, create_transform
 from torch.utils.data import DataLoader, Sampler, default_collate
 from torchvision.transforms import InterpolationMode, v2
 
 from util.crop import Crop, draw_crop, draw_crop_once
 from util.decode import MODES, exact_crop, jpeg_crop, read_jpeg, to_mode
 from util.interrupt import outlive_signals
-from util.misc import UserError, derive_seed, gather_objects, generator, get_rank, get_world_size, logger
+from util.misc import (
+    UserError,
+    derive_seed,
+    gather_objects,
+    generator,
+    get_rank,
+    get_world_size,
+    logger,
+    seed_globals,
+)
 from util.sources import build_source, describe, read
 
 # --- What is done to an image ---
@@ -55,6 +64,53 @@ def pretrain_augmentation(args: Namespace) -> Augmentation:
 def probe_augmentation(args: Namespace) -> Augmentation:
     """Upstream's for linear probing: a crop of 8 to 100 % of the area, and a flip."""
     return Augmentation(tuple(args.input_size), MODES[args.in_chans], draw_crop_once, args.exact_decode)
+
+
+@dataclass
+class StrongAugmentation:
+    """For fine-tuning: a random crop and flip, then timm's changes of colour and shape, and random erasing.
+
+    Erasing fills with noise of the normalised scale, so this gives what the network takes: float32 [C, H, W].
+    """
+
+    crop: Augmentation
+    distort: Callable[[Image.Image], Image.Image]
+    finish: Callable[[Image.Image], torch.Tensor]
+
+    @property
+    def mode(self) -> str:
+        return self.crop.mode
+
+    def __call__(self, data: bytes | Image.Image, rng: random.Random) -> torch.Tensor:
+        pixels = self.crop(data, rng).permute(1, 2, 0).numpy()  # [H, W, C]
+        seed_globals("distort", rng.getrandbits(63))  # timm draws from all three of the global generators
+        return self.finish(self.distort(Image.fromarray(pixels[:, :, 0] if self.mode == "L" else pixels)))
+
+
+def finetune_augmentation(args: Namespace) -> StrongAugmentation:
+    """Upstream's for fine-tuning, which is timm's: but the crop is drawn before anything is decoded, as elsewhere."""
+    mean, std = pixel_statistics(args.in_chans)
+    if args.in_chans == 4 and args.aa:
+        raise UserError(f"--aa {args.aa} is for grey and colour images; add --aa '' with --in_chans 4")
+    try:
+        _, distort, finish = create_transform(
+            tuple(args.input_size),
+            is_training=True,
+            color_jitter=args.color_jitter,
+            auto_augment=args.aa,
+            interpolation="bicubic",
+            mean=tuple(mean),
+            std=tuple(std),
+            re_prob=args.reprob,
+            re_mode=args.remode,
+            re_count=args.recount,
+            separate=True,
+        )
+    except (AssertionError, ValueError, LookupError) as error:  # of timm's parser of policies
+        raise UserError(f"--aa {args.aa} is no augmentation policy of timm's ({error})") from None
+    draw = partial(draw_crop, scale=(0.08, 1.0))
+    crop = Augmentation(tuple(args.input_size), MODES[args.in_chans], draw, args.exact_decode)
+    return StrongAugmentation(crop, distort, finish)
 
 
 def build_eval_transform(args: Namespace) -> v2.Transform:
@@ -130,7 +186,7 @@ class ImageDataset:
 class AugmentedDataset(ImageDataset):
     """Images for training: uint8 [C, H, W], each view of them a function of (seed, epoch, index)."""
 
-    def __init__(self, source, augmentation: Augmentation, seed: int, max_bad_images: int = 100):
+    def __init__(self, source, augmentation: Augmentation | StrongAugmentation, seed: int, max_bad_images: int = 100):
         super().__init__(source, augmentation, augmentation.mode, max_bad_images)
         self.seed = seed
 
@@ -192,14 +248,24 @@ class BadImages:
             )
 
 
+Samples = list[tuple[torch.Tensor, int, list[str]]]
+Batch = tuple[torch.Tensor, torch.Tensor, list[list[str]]]
+
+
 class ImageLoader:
     """Batches (imgs uint8 [B, C, H, W], labels [B]) of one epoch after another; counts the images that cannot be read.
 
-    `normalise` makes them the networks' input, on the device.
+    `normalise` makes them the networks' input, on the device. `collate_fn` is for images in another form.
     """
 
     def __init__(
-        self, dataset: AugmentedDataset, batches: EpochBatches, *, num_workers: int = 0, pin_mem: bool = False
+        self,
+        dataset: AugmentedDataset,
+        batches: EpochBatches,
+        *,
+        num_workers: int = 0,
+        pin_mem: bool = False,
+        collate_fn: Callable[[Samples], Batch] | None = None,
     ):
         self.dataset, self.batches = dataset, batches
         self.bad_images = BadImages(dataset, fate="replaced by another")
@@ -208,7 +274,7 @@ class ImageLoader:
             batch_sampler=batches,
             num_workers=num_workers,
             pin_memory=pin_mem,
-            collate_fn=collate_augmented,
+            collate_fn=collate_fn or collate_augmented,
             persistent_workers=num_workers > 0,
             worker_init_fn=outlive_signals,
             generator=torch.Generator(),  # its own, so that iterating draws nothing from the global one
@@ -229,10 +295,6 @@ class ImageLoader:
     def share_bad_images(self) -> None:
         """Once more for all processes together: the first one speaks, and the limit is for the whole."""
         self.bad_images.add([name for names in gather_objects(sorted(self.bad_images.names)) for name in names])
-
-
-Samples = list[tuple[torch.Tensor, int, list[str]]]
-Batch = tuple[torch.Tensor, torch.Tensor, list[list[str]]]
 
 
 def collate(samples: Samples) -> Batch:
@@ -256,6 +318,27 @@ def build_pretrain_loader(args: Namespace) -> ImageLoader:
         num_workers=args.num_workers,
         pin_mem=args.pin_mem and args.device.startswith("cuda"),
     )
+
+
+def build_finetune_loader(source, args: Namespace) -> ImageLoader:
+    """Its batches are float32 and normalised."""
+    dataset = AugmentedDataset(source, finetune_augmentation(args), args.seed, args.max_bad_images)
+    return ImageLoader(
+        dataset,
+        EpochBatches(len(dataset), args.batch_size, args.seed, get_rank(), get_world_size()),
+        num_workers=args.num_workers,
+        pin_mem=args.pin_mem and args.device.startswith("cuda"),
+        collate_fn=collate,
+    )
+
+
+def count_steps(data_loader: ImageLoader, args: Namespace) -> int:
+    """Updates per epoch; a last, incomplete one is left out."""
+    steps = len(data_loader) // args.accum_iter
+    if steps == 0:
+        images, batch = len(data_loader.dataset), args.batch_size * get_world_size() * args.accum_iter
+        raise UserError(f"{images} images do not fill one batch of {batch}; lower --batch_size or --accum_iter")
+    return steps
 
 
 def build_eval_dataset(args: Namespace, split: str) -> ImageDataset:
