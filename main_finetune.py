@@ -35,8 +35,9 @@ from util.arguments import (
     check_at_least,
     check_shared_args,
 )
+from util.augment import build_finetune_loader
 from util.checkpoint import load_checkpoint
-from util.datasets import ImageLoader, build_finetune_loader, count_steps
+from util.datasets import ImageLoader, count_steps
 from util.evaluation import Subject, open_subject, subject_of
 from util.features import FeatureSet
 from util.interrupt import StopRequest

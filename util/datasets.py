@@ -7,27 +7,18 @@ import random
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 
 import torch
 from PIL import Image
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, create_transform
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch.utils.data import DataLoader, Sampler, default_collate
 from torchvision.transforms import InterpolationMode, v2
 
 from util.crop import Crop, draw_crop, draw_crop_once
 from util.decode import MODES, exact_crop, jpeg_crop, read_jpeg, to_mode
 from util.interrupt import outlive_signals
-from util.misc import (
-    UserError,
-    derive_seed,
-    gather_objects,
-    generator,
-    get_rank,
-    get_world_size,
-    logger,
-    seed_globals,
-)
+from util.misc import UserError, derive_seed, gather_objects, generator, get_rank, get_world_size, logger
 from util.sources import build_source, describe, read
 
 # --- What is done to an image ---
@@ -64,53 +55,6 @@ def pretrain_augmentation(args: Namespace) -> Augmentation:
 def probe_augmentation(args: Namespace) -> Augmentation:
     """Upstream's for linear probing: a crop of 8 to 100 % of the area, and a flip."""
     return Augmentation(tuple(args.input_size), MODES[args.in_chans], draw_crop_once, args.exact_decode)
-
-
-@dataclass
-class StrongAugmentation:
-    """For fine-tuning: a random crop and flip, then timm's changes of colour and shape, and random erasing.
-
-    Erasing fills with noise of the normalised scale, so this gives what the network takes: float32 [C, H, W].
-    """
-
-    crop: Augmentation
-    distort: Callable[[Image.Image], Image.Image]
-    finish: Callable[[Image.Image], torch.Tensor]
-
-    @property
-    def mode(self) -> str:
-        return self.crop.mode
-
-    def __call__(self, data: bytes | Image.Image, rng: random.Random) -> torch.Tensor:
-        pixels = self.crop(data, rng).permute(1, 2, 0).numpy()  # [H, W, C]
-        seed_globals("distort", rng.getrandbits(63))  # timm draws from all three of the global generators
-        return self.finish(self.distort(Image.fromarray(pixels[:, :, 0] if self.mode == "L" else pixels)))
-
-
-def finetune_augmentation(args: Namespace) -> StrongAugmentation:
-    """Upstream's for fine-tuning, which is timm's: but the crop is drawn before anything is decoded, as elsewhere."""
-    mean, std = pixel_statistics(args.in_chans)
-    if args.in_chans == 4 and args.aa:
-        raise UserError(f"--aa {args.aa} is for grey and colour images; add --aa '' with --in_chans 4")
-    try:
-        _, distort, finish = create_transform(
-            tuple(args.input_size),
-            is_training=True,
-            color_jitter=args.color_jitter,
-            auto_augment=args.aa,
-            interpolation="bicubic",
-            mean=tuple(mean),
-            std=tuple(std),
-            re_prob=args.reprob,
-            re_mode=args.remode,
-            re_count=args.recount,
-            separate=True,
-        )
-    except (AssertionError, ValueError, LookupError) as error:  # of timm's parser of policies
-        raise UserError(f"--aa {args.aa} is no augmentation policy of timm's ({error})") from None
-    draw = partial(draw_crop, scale=(0.08, 1.0))
-    crop = Augmentation(tuple(args.input_size), MODES[args.in_chans], draw, args.exact_decode)
-    return StrongAugmentation(crop, distort, finish)
 
 
 def build_eval_transform(args: Namespace) -> v2.Transform:
@@ -184,9 +128,9 @@ class ImageDataset:
 
 
 class AugmentedDataset(ImageDataset):
-    """Images for training: uint8 [C, H, W], each view of them a function of (seed, epoch, index)."""
+    """Images for training, as the augmentation gives them; each view of one is a function of (seed, epoch, index)."""
 
-    def __init__(self, source, augmentation: Augmentation | StrongAugmentation, seed: int, max_bad_images: int = 100):
+    def __init__(self, source, augmentation: Augmentation, seed: int, max_bad_images: int = 100):
         super().__init__(source, augmentation, augmentation.mode, max_bad_images)
         self.seed = seed
 
@@ -317,18 +261,6 @@ def build_pretrain_loader(args: Namespace) -> ImageLoader:
         EpochBatches(len(dataset), args.batch_size, args.seed, get_rank(), get_world_size()),
         num_workers=args.num_workers,
         pin_mem=args.pin_mem and args.device.startswith("cuda"),
-    )
-
-
-def build_finetune_loader(source, args: Namespace) -> ImageLoader:
-    """Its batches are float32 and normalised."""
-    dataset = AugmentedDataset(source, finetune_augmentation(args), args.seed, args.max_bad_images)
-    return ImageLoader(
-        dataset,
-        EpochBatches(len(dataset), args.batch_size, args.seed, get_rank(), get_world_size()),
-        num_workers=args.num_workers,
-        pin_mem=args.pin_mem and args.device.startswith("cuda"),
-        collate_fn=collate,
     )
 
 
