@@ -1,6 +1,6 @@
 """Fine-tune a pretrained encoder, all of it, as a classifier.
 
-With upstream's recipe for ViT-B (ViT-L: --layer_decay 0.75 --drop_path 0.2, 50 epochs), on eight GPUs:
+With upstream's recipe for ViT-B (docs/finetune.md has those for ViT-L and ViT-H), on eight GPUs:
     torchrun --nproc_per_node=8 main_finetune.py --finetune runs/clmae --data_path /data/imagenet --batch_size 32 \
         --accum_iter 4 --epochs 100 --blr 5e-4 --layer_decay 0.65 --drop_path 0.1 --mixup 0.8 --cutmix 1.0 \
         --output_dir runs/clmae-finetuned

@@ -1,6 +1,6 @@
-"""Judge an encoder as a SLURM job: nearest neighbours, linear probing or few-shot probing.
+"""Judge an encoder as a SLURM job: nearest neighbours, linear probing, few-shot probing or fine-tuning.
 
-All flags of main_knn.py, main_linprobe.py or main_fewshot.py, and those of the job:
+All flags of main_knn.py, main_linprobe.py, main_fewshot.py or main_finetune.py, and those of the job:
     python submitit_eval.py --task linprobe --nodes 1 --ngpus 8 --partition NAME \
         --finetune runs/clmae --data_path /data/imagenet --output_dir eval/clmae
 """

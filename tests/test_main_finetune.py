@@ -152,7 +152,7 @@ def test_a_pretrained_model_learns_to_tell_images_apart(program, tmp_path):
         Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{index}.png")
     common = ("--data_path", tmp_path / "data", "--num_workers", 0, "--device", "cpu", "--batch_size", 16, "--lr", 3e-3)
     short = ("--epochs", 6, "--warmup_epochs", 1)
-    mae = ("--model", "mae_vit_micro_patch4", "--input_size", 16, "--masking", "random")
+    mae = ("--model", "mae_vit_micro_patch4", "--input_size", 16, "--masking", "random", "--vis_every", 0)
     assert program(main_pretrain, *mae, *common, *short, "--output_dir", tmp_path / "mae")[0] == 0
     assert (
         program(main_finetune, "--finetune", tmp_path / "mae", *common, *short, "--output_dir", tmp_path / "out")[0]
