@@ -15,14 +15,10 @@ On a machine with no GPU and no images:
 """
 
 import datetime
-import json
-import os
 import time
 from argparse import Namespace
-from pathlib import Path
 
 import torch
-from torch.utils.tensorboard import SummaryWriter
 
 from engine_pretrain import train_one_epoch
 from models_mae import MODELS
@@ -31,12 +27,13 @@ from util.arguments import (
     add_data_arguments,
     add_distributed_arguments,
     add_machine_arguments,
+    add_saving_arguments,
     check_at_least,
     check_shared_args,
 )
-from util.checkpoint import write_text
-from util.datasets import ImageLoader, build_pretrain_loader
+from util.datasets import ImageLoader, build_pretrain_loader, count_steps
 from util.interrupt import StopRequest
+from util.journal import prepare_output, report_epoch, write_log
 from util.misc import (
     ArgumentParser,
     UserError,
@@ -50,7 +47,7 @@ from util.misc import (
     with_ddp,
 )
 from util.monitor import Monitor
-from util.progress import Board, LossGuard, brief
+from util.progress import LossGuard
 from util.provenance import git_commit
 from util.resume import Start, begin, data_identity
 from util.saver import Saver
@@ -133,19 +130,11 @@ def get_args_parser() -> ArgumentParser:
     out = parser.add_argument_group("output and resuming")
     out.add_argument("--output_dir", default=DEFAULT_OUTPUT_DIR, help="checkpoints and log.txt; '' writes nothing")
     out.add_argument("--log_dir", default=DEFAULT_OUTPUT_DIR, help="TensorBoard; follows --output_dir unless given")
-    out.add_argument(
-        "--save_minutes", default=15, type=float, help="minutes between updates of checkpoint-last.pth; 0: epochs only"
-    )
-    out.add_argument("--save_every", default=20, type=int, help="epochs between checkpoint-N.pth; the last is always")
-    out.add_argument("--keep", default=0, type=int, help="keep so many of the newest checkpoint-N.pth; 0: all")
+    add_saving_arguments(out)
     out.add_argument("--vis_every", default=1, type=int, help="epochs between pictures of masks; 0: none")
     out.add_argument("--knn_every", default=0, type=int, help="epochs between quick nearest-neighbour checks; 0: none")
     out.add_argument("--resume", default="", help="checkpoint to continue, or auto: the newest in --output_dir")
     out.add_argument("--init", default="", help="checkpoint whose weights alone start a new run, such as an MAE's")
-    out.add_argument("--allow_changes", action="store_true", help="continue with other settings than before")
-    out.add_argument(
-        "--start_epoch", default=0, type=int, help="number of the first epoch; a resumed run knows its own"
-    )
 
     machine = add_machine_arguments(parser)
     machine.add_argument("--compile", action="store_true", help="compile the transformer blocks with torch.compile")
@@ -196,59 +185,6 @@ def settle_batch_and_rates(args: Namespace) -> None:
     args.lr = args.blr * batch / 256 if args.lr is None else args.lr
 
 
-def prepare_output(args: Namespace, start: Start, steps_per_epoch: int, classes: list[str]) -> SummaryWriter | None:
-    """Make the folders, note the classes in use, and drop log lines of epochs that will be trained again."""
-    if not is_main_process():
-        return None
-    if args.output_dir:
-        output_dir = Path(args.output_dir)
-        try:
-            output_dir.mkdir(parents=True, exist_ok=True)
-            if classes:
-                write_text(output_dir / "classes.txt", "\n".join(classes) + "\n")
-            drop_log_lines(output_dir / "log.txt", start.epoch)
-        except OSError as error:
-            raise UserError(f"--output_dir {output_dir} cannot be written: {error.strerror}") from None
-    if not args.log_dir:
-        return None
-    shown_up_to = int((start.epoch + start.steps_done / steps_per_epoch) * 1000)  # on TensorBoard's axis
-    return Board(args.log_dir, purge_step=shown_up_to + 1)
-
-
-def drop_log_lines(log: Path, start_epoch: int) -> None:
-    """Keep the lines of epochs before `start_epoch`; a line that a kill cut short goes with the others."""
-    lines = log.read_text().splitlines(keepends=True) if log.exists() else []
-    kept = [line for line in lines if line.endswith("}\n") and json.loads(line)["epoch"] < start_epoch]
-    if len(kept) < len(lines):
-        logger.warning("%s: dropped %d lines of epochs that are trained again", log, len(lines) - len(kept))
-    write_text(log, "".join(kept))
-
-
-def write_log(
-    stats: dict[str, float], figures: dict[str, float], epoch: int, log_writer: SummaryWriter | None, args: Namespace
-) -> None:
-    """One JSON line per epoch, with upstream's keys. Nothing in it depends on the clock: equal runs, equal logs."""
-    if log_writer is not None:
-        for name, value in figures.items():
-            log_writer.add_scalar(name, value, (epoch + 1) * 1000)
-        log_writer.flush()
-    if args.output_dir and is_main_process():
-        values = {f"train_{name}": value for name, value in stats.items()} | figures
-        line = {name.replace("/", "_"): value for name, value in values.items()} | {"epoch": epoch}
-        append_line(Path(args.output_dir) / "log.txt", json.dumps(line))
-
-
-def append_line(path: Path, line: str) -> None:
-    """Onto the disk: the checkpoint that follows must not outlive its log."""
-    try:
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(line + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise UserError(f"cannot write {path} ({error.strerror}); --resume auto goes on when that is mended") from None
-
-
 def main(args: Namespace) -> None:
     check_args(args)
     device = init_distributed_mode(args)
@@ -297,15 +233,6 @@ def main(args: Namespace) -> None:
     logger.info("training time %s", datetime.timedelta(seconds=int(time.monotonic() - start_time)))
 
 
-def count_steps(data_loader: ImageLoader, args: Namespace) -> int:
-    """Updates per epoch; a last, incomplete one is left out."""
-    steps = len(data_loader) // args.accum_iter
-    if steps == 0:
-        images, batch = len(data_loader.dataset), args.batch_size * get_world_size() * args.accum_iter
-        raise UserError(f"{images} images do not fill one batch of {batch}; lower --batch_size or --accum_iter")
-    return steps
-
-
 def describe_run(
     state: TrainingState, data_loader: ImageLoader, start: Start, device: torch.device, args: Namespace
 ) -> None:
@@ -324,14 +251,6 @@ def describe_run(
     logger.info("%d images, batch %s, %d iterations per epoch, %s", images, batch, iterations, rates)
     if start.epoch >= args.epochs:
         logger.info("nothing to do: all %d epochs are trained", args.epochs)
-
-
-def report_epoch(
-    stats: dict[str, float], figures: dict[str, float], epoch: int, seconds: float, args: Namespace
-) -> None:
-    left = datetime.timedelta(seconds=int(seconds * (args.epochs - epoch - 1)))
-    text = "  ".join(f"{name}: {value:.4g}" for name, value in brief(stats | figures).items())
-    logger.info("epoch %d done, %s left  %s", epoch, left, text)
 
 
 if __name__ == "__main__":

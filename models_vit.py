@@ -15,7 +15,7 @@ import torch
 
 from models_mae import MaskedAutoencoderViT, build_mae, check_divisible, vit_layer_norm
 from util.checkpoint import LAST, check_weights, load_checkpoint, load_weights, numbered_checkpoints
-from util.misc import UserError, derive_seed
+from util.misc import UserError, derive_seed, generator
 from util.pos_embed import interpolate_pos_embed
 
 
@@ -96,11 +96,13 @@ def load_encoder(
     in_chans: int | None = None,
     global_pool: bool = False,
     seed: int = 0,
+    drop_path: float = 0.0,
 ) -> VisionTransformer:
     """The frozen encoder of a checkpoint, in evaluation mode; what is None is read off the checkpoint.
 
     `path` is a file of this project or of upstream MAE, whole or encoder alone. None gives random weights, those from
-    which a pretraining with `seed` starts: the floor.
+    which a pretraining with `seed` starts: the floor. `drop_path` is for training: the rate at which the last block's
+    branches are left out; that of the others rises linearly up to it.
     """
     if model is not None and model not in MODELS:
         raise UserError(f"--model {model} is unknown; known are {', '.join(MODELS)}")
@@ -110,7 +112,13 @@ def load_encoder(
     else:
         checkpoint, source = load_checkpoint(path), str(path)
     return encoder_of(
-        checkpoint, source, model=model, input_size=input_size, in_chans=in_chans, global_pool=global_pool
+        checkpoint,
+        source,
+        model=model,
+        input_size=input_size,
+        in_chans=in_chans,
+        global_pool=global_pool,
+        drop_path=drop_path,
     )
 
 
@@ -122,6 +130,7 @@ def encoder_of(
     input_size: tuple[int, int] | None = None,
     in_chans: int | None = None,
     global_pool: bool = False,
+    drop_path: float = 0.0,
 ) -> VisionTransformer:
     """As `load_encoder`, of a checkpoint that is in memory; `source` is its name in errors."""
     weights = encoder_weights(checkpoint, source)
@@ -130,9 +139,38 @@ def encoder_of(
     channels = weights["patch_embed.proj.weight"].shape[1]
     if in_chans not in (None, channels):
         raise UserError(f"--in_chans {in_chans}, but {source} was trained on images of {channels} channels")
-    encoder = build_encoder(name, input_size or trained_size, channels, global_pool)
+    encoder = build_encoder(name, input_size or trained_size, channels, global_pool, drop_path)
     fit_weights(encoder, weights, trained_size, source)
     return encoder.requires_grad_(False).eval()
+
+
+def with_head(encoder: VisionTransformer, num_classes: int, seed: int = 0) -> VisionTransformer:
+    """The encoder with a linear classifier, all of it ready to train. The head starts near zero, as upstream's: the
+    first gradients then do not disturb what the encoder has learnt."""
+    encoder.reset_classifier(num_classes)
+    torch.nn.init.trunc_normal_(encoder.head.weight, std=2e-5, generator=generator("head", seed))
+    torch.nn.init.zeros_(encoder.head.bias)
+    return encoder.requires_grad_(True)
+
+
+def classifier_of(
+    checkpoint: dict,
+    source: str,
+    *,
+    model: str | None = None,
+    input_size: tuple[int, int] | None = None,
+    in_chans: int | None = None,
+) -> VisionTransformer:
+    """The fine-tuned classifier in a checkpoint of this project or of upstream; its weights tell how it pools."""
+    weights = checkpoint.get("model", checkpoint)
+    if not isinstance(weights, dict) or "head.weight" not in weights:
+        raise UserError(f"{source} has no head.weight: it is not the checkpoint of a fine-tuned classifier")
+    pooled = "fc_norm.weight" in weights
+    encoder = encoder_of(checkpoint, source, model=model, input_size=input_size, in_chans=in_chans, global_pool=pooled)
+    classifier = with_head(encoder, len(weights["head.weight"]))
+    head = {key.removeprefix("head."): value for key, value in weights.items() if key.startswith("head.")}
+    load_weights(classifier.head, head, source)
+    return classifier
 
 
 def load_mae(path: str | Path, *, model: str | None = None) -> MaskedAutoencoderViT:
@@ -219,12 +257,15 @@ def size_of(checkpoint: dict, weights: dict[str, torch.Tensor]) -> tuple[int, in
     return (side * patch_size, side * patch_size) if side * side == num_patches else None
 
 
-def build_encoder(name: str, size: tuple[int, int] | None, in_chans: int, global_pool: bool) -> VisionTransformer:
+def build_encoder(
+    name: str, size: tuple[int, int] | None, in_chans: int, global_pool: bool, drop_path: float = 0.0
+) -> VisionTransformer:
+    kwargs = dict(in_chans=in_chans, global_pool=global_pool, drop_path_rate=drop_path)
     size = {} if size is None else {"img_size": tuple(size)}
     try:
         if size:
             check_divisible(size["img_size"], SIZES[name][0])
-        return MODELS[name](in_chans=in_chans, global_pool=global_pool, num_classes=0, weight_init="skip", **size)
+        return MODELS[name](num_classes=0, weight_init="skip", **kwargs, **size)
     except ValueError as error:
         raise UserError(f"--model {name} with --input_size: {error}") from None
 
@@ -235,6 +276,8 @@ def fit_weights(
     """Load strictly, but for the norm that belongs to the other way of pooling, and the grid of positions."""
     own = encoder.state_dict()
     unused = "norm." if "fc_norm.weight" in own else "fc_norm."
+    if "norm.weight" in own and "norm.weight" not in weights and "fc_norm.weight" in weights:
+        raise UserError(f"{source} was fine-tuned with --global_pool, so it has no norm of the [CLS] token: add that")
     weights = {key: value for key, value in weights.items() if not key.startswith(unused)}
     if "fc_norm.weight" in own and "fc_norm.weight" not in weights:
         weights |= {key: value for key, value in own.items() if key.startswith("fc_norm.")}

@@ -1,6 +1,6 @@
-"""Judge an encoder as a SLURM job: nearest neighbours, linear probing or few-shot probing.
+"""Judge an encoder as a SLURM job: nearest neighbours, linear probing, few-shot probing or fine-tuning.
 
-All flags of main_knn.py, main_linprobe.py or main_fewshot.py, and those of the job:
+All flags of main_knn.py, main_linprobe.py, main_fewshot.py or main_finetune.py, and those of the job:
     python submitit_eval.py --task linprobe --nodes 1 --ngpus 8 --partition NAME \
         --finetune runs/clmae --data_path /data/imagenet --output_dir eval/clmae
 """
@@ -10,7 +10,7 @@ import importlib
 from util.launcher import launch
 from util.misc import ArgumentParser, UserError
 
-TASKS = ("knn", "linprobe", "fewshot")
+TASKS = ("knn", "linprobe", "fewshot", "finetune")
 
 if __name__ == "__main__":
     which = ArgumentParser("submitit_eval.py", description=__doc__.split("\n")[0], add_help=False)

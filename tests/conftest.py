@@ -34,6 +34,7 @@ LONG = (
     "test_end_to_end",
     "test_distributed",
     "test_docs",
+    "test_main_finetune",
 )
 
 torch.set_num_threads(1)  # small models: two test processes with a thread each beat one with two

@@ -13,6 +13,7 @@ import main_pretrain
 import util.checkpoint
 from main_pretrain import get_args_parser
 from models_mae import mae_vit_micro_patch4
+from util import journal
 from util.misc import STOP_SIGNALS, Interrupted
 from util.resume import differences
 from util.saver import Saver
@@ -222,8 +223,8 @@ def test_tensorboard_on_a_full_disk_does_not_end_the_run(cli, tmp_path, monkeypa
 
 def test_log_that_cannot_be_written_ends_the_run_with_a_sentence(cli, tmp_path, monkeypatch):
     (tmp_path / "full").symlink_to("/dev/full")
-    original = main_pretrain.append_line
-    monkeypatch.setattr(main_pretrain, "append_line", lambda _, line: original(tmp_path / "full", line))
+    original = journal.append_line
+    monkeypatch.setattr(journal, "append_line", lambda _, line: original(tmp_path / "full", line))
     code, _, err = cli(*SMALL, "--output_dir", tmp_path)
     assert code == 2
     assert "full (No space left on device); --resume auto goes on when that is mended" in err

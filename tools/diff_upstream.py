@@ -70,6 +70,7 @@ EXCEPTIONS = (
     Deliberate("--device", None, ("cuda", "cpu"), "the cpu where there is no GPU"),
     Deliberate("--data_path", None, (None,), "a path of one site is nobody else's default"),
     Deliberate("--model", EVALUATIONS, (None,), "read off the checkpoint"),
+    Deliberate("--input_size", ("main_finetune.py",), (None,), "read off the checkpoint"),
     Deliberate("--nb_classes", EVALUATIONS, (None,), "as many as the data has"),
 )
 

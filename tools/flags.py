@@ -12,7 +12,7 @@ from util.launcher import add_job_arguments
 from util.misc import ArgumentParser, logger, run
 
 PROGRAMS = (
-    *("main_pretrain", "main_knn", "main_linprobe", "main_fewshot", "main_compare", "main_visualize"),
+    *("main_pretrain", "main_knn", "main_linprobe", "main_fewshot", "main_finetune", "main_compare", "main_visualize"),
     *("experiments.run", "tools.export", "tools.diff_upstream"),
 )
 INTRODUCTION = """Written by `python -m tools.flags` from the programs' own parsers.

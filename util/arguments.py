@@ -43,6 +43,19 @@ def add_data_arguments(parser: ArgumentParser) -> None:
     data.set_defaults(pin_mem=True)
 
 
+def add_saving_arguments(group: _ArgumentGroup) -> None:
+    """When a training run is saved, and how it goes on."""
+    group.add_argument(
+        "--save_minutes", default=15, type=float, help="minutes between updates of checkpoint-last.pth; 0: epochs only"
+    )
+    group.add_argument("--save_every", default=20, type=int, help="epochs between checkpoint-N.pth; the last is always")
+    group.add_argument("--keep", default=0, type=int, help="keep so many of the newest checkpoint-N.pth; 0: all")
+    group.add_argument("--allow_changes", action="store_true", help="continue with other settings than before")
+    group.add_argument(
+        "--start_epoch", default=0, type=int, help="number of the first epoch; a resumed run knows its own"
+    )
+
+
 def add_machine_arguments(parser: ArgumentParser) -> _ArgumentGroup:
     machine = parser.add_argument_group("machine and precision")
     machine.add_argument(

@@ -17,6 +17,7 @@ PROTOCOLS = {  # names as shown, in the tables' order
     "knn-cosine": "nearest neighbour (cosine)",
     "linprobe": "linear probing",
     "linprobe-cached": "linear probing (cached features)",
+    "finetune": "fine-tuning",
     FEW_SHOT: "few-shot",
 }
 ROUNDING = 0.006  # points; accuracies written with two decimals still agree with the predictions behind them

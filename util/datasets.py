@@ -128,7 +128,7 @@ class ImageDataset:
 
 
 class AugmentedDataset(ImageDataset):
-    """Images for training: uint8 [C, H, W], each view of them a function of (seed, epoch, index)."""
+    """Images for training, as the augmentation gives them; each view of one is a function of (seed, epoch, index)."""
 
     def __init__(self, source, augmentation: Augmentation, seed: int, max_bad_images: int = 100):
         super().__init__(source, augmentation, augmentation.mode, max_bad_images)
@@ -192,14 +192,24 @@ class BadImages:
             )
 
 
+Samples = list[tuple[torch.Tensor, int, list[str]]]
+Batch = tuple[torch.Tensor, torch.Tensor, list[list[str]]]
+
+
 class ImageLoader:
     """Batches (imgs uint8 [B, C, H, W], labels [B]) of one epoch after another; counts the images that cannot be read.
 
-    `normalise` makes them the networks' input, on the device.
+    `normalise` makes them the networks' input, on the device. `collate_fn` is for images in another form.
     """
 
     def __init__(
-        self, dataset: AugmentedDataset, batches: EpochBatches, *, num_workers: int = 0, pin_mem: bool = False
+        self,
+        dataset: AugmentedDataset,
+        batches: EpochBatches,
+        *,
+        num_workers: int = 0,
+        pin_mem: bool = False,
+        collate_fn: Callable[[Samples], Batch] | None = None,
     ):
         self.dataset, self.batches = dataset, batches
         self.bad_images = BadImages(dataset, fate="replaced by another")
@@ -208,7 +218,7 @@ class ImageLoader:
             batch_sampler=batches,
             num_workers=num_workers,
             pin_memory=pin_mem,
-            collate_fn=collate_augmented,
+            collate_fn=collate_fn or collate_augmented,
             persistent_workers=num_workers > 0,
             worker_init_fn=outlive_signals,
             generator=torch.Generator(),  # its own, so that iterating draws nothing from the global one
@@ -229,10 +239,6 @@ class ImageLoader:
     def share_bad_images(self) -> None:
         """Once more for all processes together: the first one speaks, and the limit is for the whole."""
         self.bad_images.add([name for names in gather_objects(sorted(self.bad_images.names)) for name in names])
-
-
-Samples = list[tuple[torch.Tensor, int, list[str]]]
-Batch = tuple[torch.Tensor, torch.Tensor, list[list[str]]]
 
 
 def collate(samples: Samples) -> Batch:
@@ -256,6 +262,15 @@ def build_pretrain_loader(args: Namespace) -> ImageLoader:
         num_workers=args.num_workers,
         pin_mem=args.pin_mem and args.device.startswith("cuda"),
     )
+
+
+def count_steps(data_loader: ImageLoader, args: Namespace) -> int:
+    """Updates per epoch; a last, incomplete one is left out."""
+    steps = len(data_loader) // args.accum_iter
+    if steps == 0:
+        images, batch = len(data_loader.dataset), args.batch_size * get_world_size() * args.accum_iter
+        raise UserError(f"{images} images do not fill one batch of {batch}; lower --batch_size or --accum_iter")
+    return steps
 
 
 def build_eval_dataset(args: Namespace, split: str) -> ImageDataset:

@@ -112,7 +112,7 @@ class Subject:
         return found
 
 
-def open_subject(args: Namespace) -> Subject:
+def open_subject(args: Namespace, drop_path: float = 0.0) -> Subject:
     """Read the flags, the checkpoint and the file lists; fails here, before any work, if something is amiss."""
     check_shared_args(args)
     device = init_distributed_mode(args)
@@ -124,13 +124,18 @@ def open_subject(args: Namespace) -> Subject:
         in_chans=args.in_chans,
         global_pool=args.global_pool,
         seed=args.seed,
+        drop_path=drop_path,
     )
+    return subject_of(encoder, checkpoint, device, args)
+
+
+def subject_of(encoder: VisionTransformer, checkpoint: Path | None, device: torch.device, args: Namespace) -> Subject:
+    """The same with an encoder that is loaded already, from the file `checkpoint`."""
     # From here on the flags say what is used, whether it was given or inferred.
     args.model = args.model or infer_model(encoder.state_dict(), str(checkpoint))
     args.input_size = list(encoder.patch_embed.img_size)
     args.in_chans = encoder.patch_embed.proj.in_channels
     datasets = {split: labelled(build_eval_dataset(args, split), args) for split in ("train", "val")}
-    folder = args.cache_dir or (Path(args.output_dir) / "features" if args.output_dir else None)
     subject = Subject(
         args,
         encoder.to(device),
@@ -139,10 +144,18 @@ def open_subject(args: Namespace) -> Subject:
         file_hash(checkpoint) if checkpoint else None,
         datasets,
         names={split: image_names(dataset.source, args, split) for split, dataset in datasets.items()},
-        cache=FeatureCache(Path(folder) if folder and not args.no_cache else None),
+        cache=FeatureCache(feature_folder(args)),
     )
     describe(subject)
     return subject
+
+
+def feature_folder(args: Namespace) -> Path | None:
+    """Where features are kept. A program that trains the encoder has none to keep, and no such flags."""
+    if "no_cache" not in args or args.no_cache:
+        return None
+    folder = args.cache_dir or (Path(args.output_dir) / "features" if args.output_dir else None)
+    return Path(folder) if folder else None
 
 
 def labelled(dataset: ImageDataset, args: Namespace) -> ImageDataset:

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import multiprocessing
 import os
+import random
 import re
 import signal
 import sys
@@ -13,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -159,6 +161,20 @@ def derive_seed(*keys: int | str) -> int:
 
 def generator(*keys: int | str) -> torch.Generator:
     return torch.Generator().manual_seed(derive_seed(*keys))
+
+
+def seed_globals(*keys: int | str) -> None:
+    """Make what random, numpy and torch draw next from their global generators a function of `keys`.
+
+    For libraries that can be given no generator, such as timm's augmentations. Whoever draws seeds before, so nobody
+    needs to restore what was there.
+    """
+    seed = derive_seed(*keys)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 (the generator that timm draws from)
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():  # not so in loader processes
+        torch.cuda.manual_seed_all(seed)
 
 
 def file_name(name: str) -> str:

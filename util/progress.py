@@ -20,7 +20,7 @@ LOG_INTERVAL = 20  # iterations between reports; in between nothing waits for th
 
 SHOWN = (
     *("loss", "cmm/loss", "cmm/lambda_cl", "mask/visible", "mask/distinct", "mask/decisive", "mask/error_vs_random"),
-    *("knn/acc1", "knn/acc5", "skipped_steps"),
+    *("knn/acc1", "knn/acc5", "test/acc1", "test/acc5", "test/loss", "skipped_steps"),
 )
 
 
@@ -202,13 +202,13 @@ class EpochLog:
         iteration: int,
         losses: dict[str, torch.Tensor],
         settings: dict[str, float],
-        mask: torch.Tensor,
-        keep_prob: torch.Tensor | None,
+        mask: torch.Tensor | None = None,
+        keep_prob: torch.Tensor | None = None,
     ) -> None:
         self.progress.advance()
         due = (iteration + 1) % LOG_INTERVAL == 0 or iteration + 1 == self.iterations
         values = dict(losses)
-        if due:  # the masks' health is sampled from one global batch of each interval
+        if due and mask is not None:  # the masks' health is sampled from one global batch of each interval
             masks = gather_rows(mask, equal=True)
             health = mask_health(masks, None if keep_prob is None else gather_rows(keep_prob.detach(), equal=True))
             values |= {f"mask/{name}": value for name, value in health.items()}

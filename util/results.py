@@ -50,15 +50,16 @@ class Outcome:
 class Report:
     """Writes the results of one evaluation below `--output_dir`; the first process writes for all."""
 
-    def __init__(self, subject: Subject, protocol: str):
-        self.subject, self.protocol = subject, protocol
+    def __init__(self, subject: Subject, protocol: str, log_writer: SummaryWriter | None = None):
+        self.subject, self.protocol, self.log_writer = subject, protocol, log_writer
         args = subject.args
         self.folder = Path(args.output_dir) if args.output_dir and is_main_process() else None
         try:  # now, rather than after hours of work
             if self.folder:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 (self.folder / RESULTS).open("a").close()
-            self.log_writer = SummaryWriter(args.log_dir) if args.log_dir and is_main_process() else None
+            if args.log_dir and is_main_process() and log_writer is None:
+                self.log_writer = SummaryWriter(args.log_dir)
         except OSError as error:
             raise UserError(
                 f"--output_dir or --log_dir cannot be written: {error.filename}: {error.strerror}"

@@ -14,7 +14,7 @@ from util.state import TrainingState
 # Some are compared by what they lead to (see `identity`): where the images lie may change, the images may not.
 FREE = {
     *("output_dir", "log_dir", "save_every", "save_minutes", "keep", "vis_every", "knn_every"),
-    *("resume", "init", "start_epoch", "allow_changes"),
+    *("resume", "init", "finetune", "start_epoch", "allow_changes", "eval", "dist_eval", "data_name", "classes"),
     *("data_path", "download", "class_list", "max_bad_images", "num_workers", "pin_mem"),
     *("device", "amp", "compile", "grad_checkpointing", "batch_size", "global_batch_size", "cmm_lr"),
     *("world_size", "local_rank", "dist_on_itp", "dist_url", "commit"),
@@ -42,6 +42,11 @@ def begin(state: TrainingState, steps_per_epoch: int, args: Namespace) -> Start:
         start = Start(args.start_epoch)
     else:
         start = go_on(state, *found, steps_per_epoch, args)
+    return agreed(start)
+
+
+def agreed(start: Start) -> Start:
+    """`start`, after a check that all processes have the same."""
     if len(set(gather_objects((start.epoch, start.steps_done)))) > 1:
         raise UserError("processes found different checkpoints; put --output_dir on a disk that all of them share")
     return start
@@ -123,6 +128,8 @@ def identity(args: dict) -> dict:
         settings["images per iteration"] = settings["batch_size"] * settings.get("world_size", 1)
     if "data_identity" in settings:
         settings["list of images"] = settings.pop("data_identity")
+    if "pretrained_sha256" in settings:
+        settings["pretrained weights"] = (settings.pop("pretrained_sha256") or "none")[:16]
     return settings
 
 

@@ -8,16 +8,18 @@ from timm.models.vision_transformer import Block
 from timm.optim import param_groups_weight_decay
 
 from models_cmm import CurriculumMaskingModule, build_cmm
-from models_mae import MaskedAutoencoderViT, build_mae
+from models_mae import build_mae
 from util import checkpoint as ckpt
 from util.misc import NativeScalerWithGradNormCount, UserError, amp_dtype, derive_seed
+
+SETTINGS = ("weight_decay", "lr_scale")  # of parameter groups: a resumed run has its own, which may be others
 
 
 @dataclass
 class TrainingState:
-    """Everything that training changes. For vanilla MAE the CMM's three are None."""
+    """Everything that training changes. For vanilla MAE, and for a classifier, the CMM's three are None."""
 
-    model: MaskedAutoencoderViT
+    model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     scaler: NativeScalerWithGradNormCount
     cmm: CurriculumMaskingModule | None = None
@@ -38,10 +40,10 @@ class TrainingState:
             if isinstance(part, torch.nn.Module):
                 ckpt.load_weights(part, checkpoint[name], source)
             elif isinstance(part, torch.optim.Optimizer):
-                decay = [group["weight_decay"] for group in part.param_groups]  # this run's, which may be another
+                own = [{key: group[key] for key in SETTINGS if key in group} for group in part.param_groups]
                 part.load_state_dict(checkpoint[name])
-                for group, value in zip(part.param_groups, decay, strict=True):
-                    group["weight_decay"] = value
+                for group, values in zip(part.param_groups, own, strict=True):
+                    group.update(values)
             else:
                 part.load_state_dict(checkpoint[name])
 
