@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+import main_pretrain
 import main_visualize
 from experiments import cluster
 from experiments.local import LocalQueue, machine_slots
@@ -30,7 +31,7 @@ from experiments.table import build_tables
 from util.checkpoint import write_text
 from util.launcher import add_resource_arguments
 from util.misc import ArgumentParser, UserError, logger, run
-from util.sources import DATA_SETS
+from util.sources import DATA_SETS, build_source
 from util.tables import SIGNIFICANT, Table, as_markdown, as_text
 
 
@@ -45,6 +46,7 @@ def get_args_parser() -> ArgumentParser:
     what.add_argument("--seeds", default=[0], type=int, nargs="+", help="a pretraining for each; gives deviations")
     what.add_argument("--data_set", default="folder", choices=DATA_SETS, help="to pretrain on; shapes is built in")
     what.add_argument("--data_path", default=None, help="where it lies")
+    what.add_argument("--download", action="store_true", help="let torchvision fetch it to there first")
     what.add_argument("--downstream_path", default=None, help="folder with the downstream sets (docs/datasets.md)")
     what.add_argument(
         "--features", default="cls_token", choices=["cls_token", "global_pool"], help="what evaluations see of an image"
@@ -74,6 +76,15 @@ def check_args(args: Namespace) -> None:
         here = torch.cuda.device_count()
         largest = 8 if args.cluster == "slurm" else here
         args.ngpus = largest if args.scale == "full" else min(largest, 1)
+
+
+def fetch(example: Run) -> None:
+    """Download the data once, before many programs want it at the same time."""
+    args = example.pretrain.args()
+    main_pretrain.check_args(args)
+    args.download = True
+    for split in ("pretrain", "val"):
+        build_source(args, split)
 
 
 def show_commands(runs: list[Run], args: Namespace) -> None:
@@ -180,6 +191,8 @@ def main(args: Namespace) -> None:
         if args.dry_run:
             show_commands(runs, args)
             continue
+        if args.download:
+            fetch(runs[0])
         failed = work(runs, args)
         report(name, recipe, runs, failed, args)
         failures += len(failed)

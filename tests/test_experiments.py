@@ -265,7 +265,12 @@ def test_gpus_are_shared_out(monkeypatch):
         machine_slots(9, None)
 
 
-def test_mistakes_end_in_a_sentence(call, program):
+def refuse_download(_path, *, download, train):
+    assert download
+    raise OSError("no network")
+
+
+def test_mistakes_end_in_a_sentence(call, program, monkeypatch, tmp_path):
     for flags, message in (
         ((), "which recipe"),
         (("nonsense",), "no recipe nonsense"),
@@ -281,6 +286,9 @@ def test_mistakes_end_in_a_sentence(call, program):
     assert (code, "--data_path: which images?" in err) == (2, True)
     code, _, err = program(runner, "downstream", "--scale", "full", "--data_path", "imagenet")
     assert (code, "--downstream_path: where are aid, airbus" in err) == (2, True)
+    monkeypatch.setattr("torchvision.datasets.CIFAR10", refuse_download)
+    code, _, err = program(runner, "losses", "--data_set", "cifar10", "--data_path", tmp_path, "--download")
+    assert (code, f"cannot be fetched to {tmp_path}: no network" in err) == (2, True)
     code, _, err = call("losses", pretrain=("--no_such_flag",))
     assert (code, "--no_such_flag" in err) == (2, True)
 

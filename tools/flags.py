@@ -15,8 +15,6 @@ PROGRAMS = (
     *("main_pretrain", "main_knn", "main_linprobe", "main_fewshot", "main_finetune", "main_compare", "main_visualize"),
     *("experiments.run", "tools.export", "tools.diff_upstream"),
 )
-INTRODUCTION = """Written by `python -m tools.flags` from the programs' own parsers.
-A mistake in any flag ends with one sentence that names it, and exit code 2."""
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
 
 
