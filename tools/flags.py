@@ -13,7 +13,7 @@ from util.misc import ArgumentParser, logger, run
 
 PROGRAMS = (
     *("main_pretrain", "main_knn", "main_linprobe", "main_fewshot", "main_finetune", "main_compare", "main_visualize"),
-    *("experiments.run", "tools.export", "tools.diff_upstream"),
+    *("experiments.run", "experiments.judge_masks", "tools.export", "tools.diff_upstream"),
 )
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
 
