@@ -40,6 +40,7 @@ def get_args_parser() -> ArgumentParser:
     parser.add_argument("recipes", metavar="RECIPE", nargs="*", help="files of experiments/recipes, in this order")
     parser.add_argument("--list", action="store_true", help="tell what each recipe runs, costs, and should reach")
     parser.add_argument("--dry_run", action="store_true", help="show the commands, and run nothing")
+    parser.add_argument("--table_only", action="store_true", help="show the table of what is there, and run nothing")
 
     what = parser.add_argument_group("what to run")
     what.add_argument("--scale", default="small", choices=list(SCALES), help="the paper's, or a laptop's")
@@ -193,7 +194,7 @@ def main(args: Namespace) -> None:
             continue
         if args.download:
             fetch(runs[0])
-        failed = work(runs, args)
+        failed = {} if args.table_only else work(runs, args)
         report(name, recipe, runs, failed, args)
         failures += len(failed)
     if failures:

@@ -194,6 +194,10 @@ def test_a_dry_run_shows_commands_and_leaves_nothing(call, tmp_path):
     assert out.splitlines()[0].startswith("python submitit_pretrain.py --nodes 2 --ngpus 4 ")
     assert out.splitlines()[1].startswith("python submitit_eval.py --task knn --nodes 1 --ngpus 4 ")
     assert not (tmp_path / "out").exists()
+    code, out, _ = call("losses", "--table_only")
+    assert code == 0
+    assert re.search(r"MAE +- +- +0 of 1 ", out)
+    assert "not finished: mae seed 0, " in out
 
 
 def test_a_stopped_queue_leaves_no_process_and_goes_on(background, tmp_path):
