@@ -100,8 +100,8 @@ def job_command(step: Step, args: Namespace) -> str:
     if args.cluster == "local":
         launcher = "python" if args.ngpus < 2 else f"torchrun --standalone --nproc_per_node={args.ngpus}"
         return f"{launcher} {step.program}.py {flags}"
-    script = "submitit_pretrain.py" if step.protocol is None else f"submitit_eval.py --task {step.program.removeprefix('main_')}"
-    nodes = args.nodes if step.protocol is None else 1
+    task, nodes = step.program.removeprefix("main_"), args.nodes if step.protocol is None else 1
+    script = "submitit_pretrain.py" if step.protocol is None else f"submitit_eval.py --task {task}"
     partition = f" --partition {args.partition}" if args.partition else ""
     return f"python {script} --nodes {nodes} --ngpus {args.ngpus}{partition} {flags}"
 
