@@ -7,6 +7,7 @@ predict                         the five likeliest classes of every image
 
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 
 import torch
@@ -79,6 +80,17 @@ def train_one_epoch(
             optimizer.step()
             optimizer.zero_grad()
     return total / (steps * args.accum_iter)
+
+
+@contextmanager
+def no_denormals() -> Iterator[None]:
+    """Take numbers next to zero for zero: CPUs are slow with them, some heads of `--lr_grid` run into them, and no
+    accuracy depends on them. Afterwards they count again, for whatever else this process does."""
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
 
 
 def head_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,15 @@ from pathlib import Path
 
 import torch
 
-from engine_probe import CachedBatches, EncodedBatches, LinearHeads, build_optimizer, predict, train_one_epoch
+from engine_probe import (
+    CachedBatches,
+    EncodedBatches,
+    LinearHeads,
+    build_optimizer,
+    no_denormals,
+    predict,
+    train_one_epoch,
+)
 from util import checkpoint as ckpt
 from util.arguments import check_at_least
 from util.datasets import AugmentedDataset, EpochBatches, ImageLoader, probe_augmentation
@@ -262,8 +270,6 @@ def save_probe(path: Path, fits: list[Fit], subject: Subject, protocol: str, set
 
 def main(args: Namespace) -> None:
     check_args(args)
-    # CPUs are slow with numbers next to zero, which some heads of --lr_grid run into. No accuracy depends on them.
-    torch.set_flush_denormal(True)
     finished = load_probe(args.resume) if args.eval else None
     subject = open_subject(args)
     if args.nb_classes is not None and args.nb_classes < len(subject.classes):
@@ -278,7 +284,8 @@ def main(args: Namespace) -> None:
     if finished:
         fits, settings = restore_probe(finished, subject, args.resume), finished["settings"]
     else:
-        fits = train_probe(subject, test, groups, files, args)
+        with no_denormals():
+            fits = train_probe(subject, test, groups, files, args)
         settings = {name: getattr(args, name) for name in SETTINGS}
     top5 = torch.cat([predict(fit.heads, test.features)[:, 0] for fit in fits])  # [R, N, 5]
 

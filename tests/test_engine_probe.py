@@ -9,7 +9,15 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import StandardScaler
 from torch import nn
 
-from engine_probe import CachedBatches, LinearHeads, build_optimizer, fit_softmax, predict, train_one_epoch
+from engine_probe import (
+    CachedBatches,
+    LinearHeads,
+    build_optimizer,
+    fit_softmax,
+    no_denormals,
+    predict,
+    train_one_epoch,
+)
 from util.features import FeatureSet
 from util.lars import LARS
 from util.lr_sched import learning_rate
@@ -153,3 +161,10 @@ def test_summary_of_runs():
     assert figures["acc1_std"] == pytest.approx(np.std([100, 75, 100], ddof=1))
     assert (figures["acc5"], figures["acc5_std"]) == (100, 0)
     assert summary(right[None], labels)["acc1_std"] is None
+
+
+def test_numbers_next_to_zero_are_zero_while_heads_are_trained_and_not_afterwards():
+    tiny = torch.tensor([1e-44])
+    with no_denormals():
+        assert not (tiny * 1).any()
+    assert (tiny * 1).any()
