@@ -19,9 +19,9 @@ from torch.utils.tensorboard import SummaryWriter
 
 from models_vit import VisionTransformer
 from util.datasets import ImageDataset, ImageLoader
-from util.features import FeatureSet, extract_features
+from util.evaluation.features import FeatureSet, extract_features
+from util.evaluation.metrics import accuracies, top_classes
 from util.lr_sched import adjust_learning_rate
-from util.metrics import accuracies, top_classes
 from util.misc import (
     NativeScalerWithGradNormCount,
     all_reduce_sum,
@@ -33,7 +33,7 @@ from util.misc import (
     seed_globals,
     without_ddp,
 )
-from util.progress import EpochLog, LossGuard
+from util.training.progress import EpochLog, LossGuard
 
 
 def build_mixup(args: Namespace) -> Mixup | None:

@@ -21,14 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.tensorboard import SummaryWriter
 
-from models_cmm import (
-    CurriculumMaskingModule,
-    curriculum_loss,
-    diversity_loss,
-    gaussian_loss,
-    kl_loss,
-    lambda_cl,
-)
+from masking import choose_masking
+from models_cmm import CurriculumMaskingModule, curriculum_loss, diversity_loss, gaussian_loss, kl_loss, lambda_cl
 from models_mae import MaskedAutoencoderViT
 from util.datasets import ImageLoader, normalise
 from util.lr_sched import adjust_learning_rate, learning_rate, set_learning_rate
@@ -39,12 +33,10 @@ from util.misc import (
     autocast,
     exchange_gradients,
     gather_rows,
-    generator,
-    get_rank,
     get_world_size,
     without_ddp,
 )
-from util.progress import EpochLog, LossGuard
+from util.training.progress import EpochLog, LossGuard
 
 
 def train_one_epoch(
@@ -125,22 +117,6 @@ def train_one_epoch(
         if update and after_update is not None:
             after_update(step + 1, log)
     return log.close()
-
-
-def choose_masking(
-    imgs: torch.Tensor, keep_prob: torch.Tensor | None, num_patches: int, epoch: int, iteration: int, args: Namespace
-) -> dict[str, torch.Tensor]:
-    """The masking argument of the MAE in step 1: random, thresholded Z, or the largest Z."""
-    if keep_prob is None:
-        # The noise is a function of the iteration, not of the process's history. Drawn on the CPU: the same anywhere.
-        # Drawn for the global batch, of which this process has its rows: the same for any number of processes.
-        n, rank = len(imgs), get_rank()
-        draw = generator("noise", args.seed, epoch, iteration)
-        noise = torch.rand(n * get_world_size(), num_patches, generator=draw)[n * rank : n * (rank + 1)]
-        return {"noise": noise.to(imgs.device, non_blocking=True)}
-    if args.select == "topk":
-        return {"noise": -keep_prob.detach()}  # the smallest values stay visible
-    return {"visible": keep_prob.detach() >= 0.5}
 
 
 def global_loss(local_loss: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from models_vit import VisionTransformer
+from util.cli import tracked
 from util.datasets import EpochBatches, ImageLoader, normalise
-from util.features import FeatureSet
+from util.evaluation.features import FeatureSet
+from util.evaluation.metrics import top_classes
 from util.lars import LARS
 from util.lr_sched import learning_rate, set_learning_rate
-from util.metrics import top_classes
 from util.misc import autocast, gather_rows
-from util.progress import tracked
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # features [R, B, D] and labels [R, B], for each of R runs
 

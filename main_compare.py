@@ -15,10 +15,12 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from util.compare import FEW_SHOT, RESULTS, Row, Run, compare, read_run, weights
-from util.figures import COLOURS, MARKERS, save_figure, short_names, verbatim
-from util.misc import ArgumentParser, UserError, file_name, logger, run
-from util.tables import SIGNIFICANT, as_csv, as_markdown, as_tex, as_text, build_tables, markdown
+from util.cli import ArgumentParser, UserError, logger, run
+from util.evaluation.compare import Row, compare
+from util.evaluation.results import FEW_SHOT, RESULTS, Run, read_run, weights
+from util.evaluation.tables import SIGNIFICANT, as_csv, as_markdown, as_tex, as_text, build_tables, markdown
+from util.misc import file_name
+from util.plots.style import COLOURS, MARKERS, save_figure, short_names, verbatim
 
 
 def get_args_parser() -> ArgumentParser:

@@ -16,13 +16,14 @@ import torch
 
 from engine_probe import fit_softmax, predict
 from util.arguments import check_at_least
-from util.evaluation import Subject, add_evaluation_arguments, open_subject
-from util.features import FeatureSet
-from util.metrics import summary
-from util.misc import ArgumentParser, UserError, generator, run
-from util.progress import tracked
-from util.results import Outcome, Report, say_if_few_classes, show_table, shown
-from util.sources import labels_of
+from util.cli import ArgumentParser, UserError, run, tracked
+from util.data.sources import labels_of
+from util.evaluation.features import FeatureSet
+from util.evaluation.metrics import summary
+from util.evaluation.results import Outcome, Report, say_if_few_classes
+from util.evaluation.subject import Subject, add_evaluation_arguments, open_subject
+from util.evaluation.tables import show_table, shown
+from util.misc import generator
 
 
 def get_args_parser() -> ArgumentParser:

@@ -24,7 +24,6 @@ from torch.utils.tensorboard import SummaryWriter
 
 from engine_finetune import build_criterion, build_mixup, evaluate, figures, train_one_epoch
 from models_vit import classifier_of, find_checkpoint, with_head
-from util import resume
 from util.arguments import (
     DEFAULT_OUTPUT_DIR,
     add_data_arguments,
@@ -35,33 +34,30 @@ from util.arguments import (
     check_at_least,
     check_shared_args,
 )
-from util.augment import build_finetune_loader
 from util.checkpoint import load_checkpoint
+from util.cli import ArgumentParser, UserError, logger, run
+from util.data.augment import build_finetune_loader
 from util.datasets import ImageLoader, count_steps
-from util.evaluation import Subject, open_subject, subject_of
-from util.features import FeatureSet
-from util.interrupt import StopRequest
-from util.journal import LOG, prepare_output, report_epoch, write_log
+from util.evaluation.features import FeatureSet
+from util.evaluation.metrics import summary, top_classes
+from util.evaluation.results import Outcome, Report, say_if_few_classes
+from util.evaluation.subject import Subject, open_subject, subject_of
+from util.evaluation.tables import show_table, shown
 from util.lr_decay import param_groups_lrd
-from util.metrics import summary, top_classes
 from util.misc import (
-    ArgumentParser,
     NativeScalerWithGradNormCount,
-    UserError,
     amp_dtype,
     get_world_size,
+    git_commit,
     init_distributed_mode,
     is_main_process,
-    logger,
     precision,
-    run,
     with_ddp,
 )
-from util.progress import LossGuard
-from util.provenance import git_commit
-from util.results import Outcome, Report, say_if_few_classes, show_table, shown
-from util.saver import Saver
-from util.state import TrainingState
+from util.training import resume
+from util.training.progress import LOG, LossGuard, prepare_output, report_epoch, write_log
+from util.training.resume import TrainingState
+from util.training.saver import Saver, StopRequest
 
 PROTOCOL = "finetune"
 SETTINGS = (  # what a result is the result of, beside the encoder and the data

@@ -14,12 +14,13 @@ from argparse import Namespace
 import torch
 
 from util.arguments import check_at_least
-from util.evaluation import add_evaluation_arguments, open_subject
-from util.features import FeatureSet
-from util.metrics import TOP, summary
-from util.misc import ArgumentParser, UserError, logger, run
-from util.neighbours import inverse_distance, nearest_neighbours, vote
-from util.results import Outcome, Report, show_table, shown
+from util.cli import ArgumentParser, UserError, logger, run
+from util.evaluation.features import FeatureSet
+from util.evaluation.metrics import TOP, summary
+from util.evaluation.neighbours import inverse_distance, nearest_neighbours, vote
+from util.evaluation.results import Outcome, Report
+from util.evaluation.subject import add_evaluation_arguments, open_subject
+from util.evaluation.tables import show_table, shown
 
 DEFAULT_K = (1, 5, 10, 20)
 

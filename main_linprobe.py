@@ -29,23 +29,15 @@ from engine_probe import (
 )
 from util import checkpoint as ckpt
 from util.arguments import check_at_least
+from util.cli import ArgumentParser, TrainingDiverged, UserError, logger, run
 from util.datasets import AugmentedDataset, EpochBatches, ImageLoader, probe_augmentation
-from util.evaluation import Subject, add_evaluation_arguments, open_subject
-from util.features import FeatureSet
-from util.metrics import accuracies, summary
-from util.misc import (
-    ArgumentParser,
-    TrainingDiverged,
-    UserError,
-    amp_dtype,
-    generator,
-    get_rank,
-    get_world_size,
-    logger,
-    run,
-)
-from util.results import Outcome, Report, say_if_few_classes, show_table, shown
-from util.unfinished import Unfinished
+from util.evaluation.features import FeatureSet
+from util.evaluation.metrics import accuracies, summary
+from util.evaluation.results import Outcome, Report, say_if_few_classes
+from util.evaluation.subject import Subject, add_evaluation_arguments, open_subject
+from util.evaluation.tables import show_table, shown
+from util.misc import amp_dtype, generator, get_rank, get_world_size
+from util.training.resume import Unfinished
 
 HELD_OUT = 0.1  # share of the training images on which --lr_grid is judged
 CACHED_REPORT = 10  # epochs between lines where an epoch takes a moment

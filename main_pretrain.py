@@ -19,9 +19,12 @@ import time
 from argparse import Namespace
 
 import torch
+from timm.models.vision_transformer import Block
+from timm.optim import param_groups_weight_decay
 
 from engine_pretrain import train_one_epoch
-from models_mae import MODELS
+from models_cmm import build_cmm
+from models_mae import MODELS, build_mae
 from util.arguments import (
     DEFAULT_OUTPUT_DIR,
     add_data_arguments,
@@ -31,27 +34,23 @@ from util.arguments import (
     check_at_least,
     check_shared_args,
 )
+from util.cli import ArgumentParser, UserError, logger, run
 from util.datasets import ImageLoader, build_pretrain_loader, count_steps
-from util.interrupt import StopRequest
-from util.journal import prepare_output, report_epoch, write_log
 from util.misc import (
-    ArgumentParser,
-    UserError,
+    NativeScalerWithGradNormCount,
     amp_dtype,
+    derive_seed,
     get_world_size,
+    git_commit,
     init_distributed_mode,
     is_main_process,
-    logger,
     precision,
-    run,
     with_ddp,
 )
-from util.monitor import Monitor
-from util.progress import LossGuard
-from util.provenance import git_commit
-from util.resume import Start, begin, data_identity
-from util.saver import Saver
-from util.state import TrainingState, build_state
+from util.training.monitor import Monitor
+from util.training.progress import LossGuard, prepare_output, report_epoch, write_log
+from util.training.resume import Start, TrainingState, begin, data_identity
+from util.training.saver import Saver, StopRequest
 
 
 def get_args_parser() -> ArgumentParser:
@@ -183,6 +182,45 @@ def settle_batch_and_rates(args: Namespace) -> None:
     cmm_blr = args.blr if args.cmm_blr is None else args.cmm_blr
     args.cmm_lr = cmm_blr * batch / 256 if args.lr is None or args.cmm_blr is not None else args.lr
     args.lr = args.blr * batch / 256 if args.lr is None else args.lr
+
+
+def build_state(args: Namespace, device: torch.device) -> TrainingState:
+    """The MAE is drawn first, so that a seed gives CL-MAE and vanilla MAE the same one."""
+    torch.manual_seed(derive_seed("weights", args.seed))
+    try:
+        model = build_mae(
+            args.model, img_size=tuple(args.input_size), in_chans=args.in_chans, norm_pix_loss=args.norm_pix_loss
+        )
+    except ValueError as error:
+        raise UserError(f"--model {args.model} with --input_size {args.input_size}: {error}") from None
+    kept = int(model.patch_embed.num_patches * (1 - args.mask_ratio))
+    if not 0 < kept < model.patch_embed.num_patches:
+        raise UserError(f"--mask_ratio {args.mask_ratio} keeps {kept} of {model.patch_embed.num_patches} patches")
+    if args.compile or device.type == "cuda":
+        model.pad_to = 8  # few shapes to compile and to allocate, and ones that tensor cores like
+    state = TrainingState(*with_optimizer(model, args.lr, args, device))
+    if args.masking == "curriculum":
+        try:
+            cmm = build_cmm(model, args.cmm_depth, args.cmm_dim)
+        except ValueError as error:
+            raise UserError(f"--cmm_dim {args.cmm_dim}: {error}") from None
+        state.cmm, state.optimizer_cmm, state.scaler_cmm = with_optimizer(cmm, args.cmm_lr, args, device)
+    return state
+
+
+def with_optimizer(network: torch.nn.Module, lr: float, args: Namespace, device: torch.device) -> tuple:
+    """The network on its device, with an AdamW and a gradient scaler of its own."""
+    network.to(device)
+    network.set_grad_checkpointing(args.grad_checkpointing)
+    if args.compile:
+        # Block by block: the first compiles in seconds and all others of its shape reuse it.
+        for module in network.modules():
+            if isinstance(module, Block):
+                module.compile(dynamic=True)
+    groups = param_groups_weight_decay(network, args.weight_decay, no_weight_decay_list=network.no_weight_decay())
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+    fp16 = amp_dtype(args.amp, device) == torch.float16
+    return network, optimizer, NativeScalerWithGradNormCount(device.type, enabled=fp16)
 
 
 def main(args: Namespace) -> None:

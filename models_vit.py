@@ -15,7 +15,8 @@ import torch
 
 from models_mae import MaskedAutoencoderViT, build_mae, check_divisible, vit_layer_norm
 from util.checkpoint import LAST, check_weights, load_checkpoint, load_weights, numbered_checkpoints
-from util.misc import UserError, derive_seed, generator
+from util.cli import UserError
+from util.misc import derive_seed, generator
 from util.pos_embed import interpolate_pos_embed
 
 

@@ -7,8 +7,8 @@ All flags of main_knn.py, main_linprobe.py, main_fewshot.py or main_finetune.py,
 
 import importlib
 
-from util.launcher import launch
-from util.misc import ArgumentParser, UserError
+from util.cli import ArgumentParser, UserError
+from util.training.launcher import launch
 
 TASKS = ("knn", "linprobe", "fewshot", "finetune")
 

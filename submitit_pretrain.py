@@ -9,7 +9,7 @@ Three seeds of both methods, as one job array:
 """
 
 from main_pretrain import get_args_parser
-from util.launcher import launch
+from util.training.launcher import launch
 
 if __name__ == "__main__":
     launch("main_pretrain", get_args_parser())

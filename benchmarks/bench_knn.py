@@ -17,8 +17,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from util.misc import ArgumentParser, UserError, generator, logger, run
-from util.neighbours import nearest_neighbours
+from util.cli import ArgumentParser, UserError, logger, run
+from util.evaluation.neighbours import nearest_neighbours
+from util.misc import generator
 
 Search = Callable[[], np.ndarray]  # returns neighbours' indices [M, k]
 

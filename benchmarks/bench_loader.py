@@ -29,11 +29,11 @@ from torchvision import transforms as v1
 from torchvision.datasets import ImageFolder
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from util import decode
+from util.cli import ArgumentParser, UserError, logger, run
 from util.crop import draw_crop
+from util.data import decode
+from util.data.sources import ImageList
 from util.datasets import Augmentation, AugmentedDataset, EpochBatches, ImageLoader, collate_augmented
-from util.misc import ArgumentParser, UserError, logger, run
-from util.sources import ImageList
 
 
 def get_args_parser() -> ArgumentParser:

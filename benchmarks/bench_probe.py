@@ -29,10 +29,10 @@ from engine_probe import CachedBatches, LinearHeads, build_optimizer, fit_softma
 from main_fewshot import draw
 from models_vit import SIZES
 from util.arguments import check_at_least
-from util.evaluation import Subject, open_subject
-from util.features import FeatureSet
-from util.misc import ArgumentParser, UserError, logger, run
-from util.results import show_table
+from util.cli import ArgumentParser, UserError, logger, run
+from util.evaluation.features import FeatureSet
+from util.evaluation.subject import Subject, open_subject
+from util.evaluation.tables import show_table
 
 try:
     from sklearn.linear_model import LogisticRegression

@@ -27,13 +27,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import engine_pretrain
 import models_mae
+from main_pretrain import build_state
 from main_pretrain import get_args_parser as pretrain_parser
 from models_mae import MODELS, build_mae
+from util.cli import ArgumentParser, logger, run
 from util.datasets import normalise
-from util.misc import ArgumentParser, amp_dtype, autocast, generator, logger, pick_device, run
-from util.progress import EpochLog, LossGuard
-from util.results import show_table
-from util.state import TrainingState, build_state
+from util.evaluation.tables import show_table
+from util.misc import amp_dtype, autocast, generator, pick_device
+from util.training.progress import EpochLog, LossGuard
+from util.training.resume import TrainingState
 
 PRESET = ("--cmm_every", "2", "--cmm_fraction", "0.25")  # with --cmm_dim at half of the width: docs/speed.md
 METHODS = {

@@ -19,7 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from engine_pretrain import cmm_losses, soft_error
 from models_cmm import CurriculumMaskingModule, build_cmm
 from models_mae import MODELS, MaskedAutoencoderViT, build_mae
-from util.misc import ArgumentParser, autocast, generator, logger, run
+from util.cli import ArgumentParser, logger, run
+from util.misc import autocast, generator
 
 IMG_SIZE = 224
 MASK_RATIO = 0.75

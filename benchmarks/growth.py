@@ -22,9 +22,9 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 from benchmarks.bench_knn import features
 from benchmarks.bench_step import Contender
 from util.arguments import check_at_least
-from util.figures import COLOURS, MARKERS, save_figure
-from util.misc import ArgumentParser, UserError, logger, run
-from util.neighbours import nearest_neighbours
+from util.cli import ArgumentParser, UserError, logger, run
+from util.evaluation.neighbours import nearest_neighbours
+from util.plots.style import COLOURS, MARKERS, save_figure
 
 PICTURE = Path(__file__).with_suffix(".png")
 METHODS = ("MAE", "CL-MAE")

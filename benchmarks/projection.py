@@ -32,7 +32,7 @@ from benchmarks.footprint import (
 from engine_pretrain import frozen
 from models_cmm import CurriculumMaskingModule, build_cmm
 from models_mae import MaskedAutoencoderViT
-from util.misc import ArgumentParser, UserError, logger, run
+from util.cli import ArgumentParser, UserError, logger, run
 
 COUNTS = Path(__file__).with_suffix(".json")
 PAGE = Path(__file__).with_suffix(".md")

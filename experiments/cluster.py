@@ -12,9 +12,9 @@ from pathlib import Path
 
 from experiments.plan import Run, Step, data_folder
 from util.checkpoint import write_text
-from util.launcher import Run as Job
-from util.launcher import build_executor, submit
-from util.misc import UserError
+from util.cli import UserError
+from util.training.launcher import Run as Job
+from util.training.launcher import build_executor, submit
 
 JOBS = "jobs.json"  # in a run's folder: the number of each step's last job
 PATIENCE = 60  # seconds that SLURM has for an answer

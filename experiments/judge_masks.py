@@ -21,10 +21,11 @@ import torch
 from main_visualize import as_input, open_source, read_images
 from models_mae import MaskedAutoencoderViT
 from util.arguments import add_data_arguments, check_at_least, check_data_args
-from util.figures import short_names
-from util.misc import ArgumentParser, UserError, generator, run
-from util.results import show_table
-from util.snapshot import Snapshot, evenly, load_snapshot, snapshots_of
+from util.cli import ArgumentParser, UserError, run
+from util.evaluation.tables import show_table
+from util.misc import generator
+from util.plots.snapshot import Snapshot, evenly, load_snapshot, snapshots_of
+from util.plots.style import short_names
 
 COLUMNS = ("judge", "own", "edges", "visible", "unseen", "by place", "mirrored")
 BLOCK = 250  # images at once

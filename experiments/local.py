@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from experiments.plan import Run, Step
-from util.misc import Interrupted, UserError, logger
+from util.cli import Interrupted, UserError, logger
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -16,10 +16,10 @@ import main_pretrain
 from experiments.recipe import Recipe, Variant
 from experiments.scale import EVALUATIONS, SCALES, Scale, data_name, source_flags
 from util.checkpoint import load_checkpoint
-from util.compare import Result, read_results, results_file
-from util.features import file_hash
-from util.misc import UserError
-from util.resume import differences
+from util.cli import UserError
+from util.evaluation.features import file_hash
+from util.evaluation.results import Result, read_results, results_file
+from util.training.resume import differences
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pkgutil
 from dataclasses import dataclass
 
 import experiments.recipes
-from util.misc import UserError
+from util.cli import UserError
 
 MAE = "--masking random"
 

@@ -29,10 +29,10 @@ from experiments.recipe import Recipe, load_recipe, recipe_names, recipe_text
 from experiments.scale import SCALES, data_name, source_flags
 from experiments.table import build_tables
 from util.checkpoint import write_text
-from util.launcher import add_resource_arguments
-from util.misc import ArgumentParser, UserError, logger, run
-from util.sources import DATA_SETS, build_source
-from util.tables import SIGNIFICANT, Table, as_markdown, as_text
+from util.cli import ArgumentParser, UserError, logger, run
+from util.data.sources import DATA_SETS, build_source
+from util.evaluation.tables import SIGNIFICANT, Table, as_markdown, as_text
+from util.training.launcher import add_resource_arguments
 
 
 def get_args_parser() -> ArgumentParser:

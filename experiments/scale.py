@@ -4,7 +4,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
-from util.misc import UserError
+from util.cli import UserError
 
 # Programs by the names that recipes use.
 EVALUATIONS = {"knn": "main_knn", "linprobe": "main_linprobe", "fewshot": "main_fewshot"}

@@ -9,8 +9,9 @@ import numpy as np
 
 from experiments.plan import Run, Step
 from experiments.recipe import Recipe, Variant
-from util.compare import FEW_SHOT, PROTOCOLS, Result, check_same_images, mcnemar_of_seeds, read_predictions
-from util.tables import SIGNIFICANT, Cell, Group, Table, p_value
+from util.evaluation.compare import check_same_images, mcnemar_of_seeds
+from util.evaluation.results import FEW_SHOT, PROTOCOLS, Result, read_predictions
+from util.evaluation.tables import SIGNIFICANT, Cell, Group, Table, p_value
 
 HEALTH = {  # of a run's last epoch, by the heading in the table
     "visible": "train_mask_visible",

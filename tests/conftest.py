@@ -20,9 +20,9 @@ from torch import nn
 
 import main_pretrain
 from models_mae import MaskedAutoencoderViT
+from util.cli import STOP_SIGNALS, logger, run
+from util.data.shapes import CAMOUFLAGED, ShapesDataset
 from util.datasets import pixel_statistics
-from util.misc import STOP_SIGNALS, logger, run
-from util.shapes import CAMOUFLAGED, ShapesDataset
 
 ROOT = Path(__file__).parent.parent
 DATA = Path(__file__).parent / "data"

@@ -49,7 +49,7 @@ from tools.upstream_source import (
     read_symbols,
     tree_files,
 )
-from util.misc import ArgumentParser, UserError, logger, run
+from util.cli import ArgumentParser, UserError, logger, run
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = ("models_mae.py", "models_vit.py")

@@ -30,9 +30,9 @@ from util.checkpoint import (
     save_safetensors,
     write_text,
 )
-from util.compare import Result, read_results, results_file
-from util.features import file_hash
-from util.misc import ArgumentParser, UserError, logger, run
+from util.cli import ArgumentParser, UserError, logger, run
+from util.evaluation.features import file_hash
+from util.evaluation.results import Result, read_results, results_file
 
 SUFFIXES = {"timm": SAFETENSORS, "hf": "", "upstream": ".pth", "safetensors": SAFETENSORS}  # "": a folder
 

@@ -8,8 +8,8 @@ import importlib
 from argparse import Namespace
 from pathlib import Path
 
-from util.launcher import add_job_arguments
-from util.misc import ArgumentParser, logger, run
+from util.cli import ArgumentParser, logger, run
+from util.training.launcher import add_job_arguments
 
 PROGRAMS = (
     *("main_pretrain", "main_knn", "main_linprobe", "main_fewshot", "main_finetune", "main_compare", "main_visualize"),

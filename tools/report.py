@@ -3,7 +3,7 @@
 import textwrap
 from dataclasses import dataclass, field
 
-from util.tables import markdown, pad
+from util.evaluation.tables import markdown, pad
 
 WIDTH = 120
 

@@ -12,7 +12,8 @@ import torch
 
 from tools import mae_probe
 from tools.report import Section, Table
-from util.misc import UserError, generator
+from util.cli import UserError
+from util.misc import generator
 
 TOLERANCE = 1e-5
 OLD_CODE = ("'qk_scale'", "has no attribute 'float'")  # what a new timm and a new numpy say to code for old ones

@@ -5,9 +5,9 @@ from argparse import Namespace, _ArgumentGroup
 
 import torch
 
-from util.decode import MODES
-from util.misc import ArgumentParser, UserError
-from util.sources import DATA_SETS
+from util.cli import ArgumentParser, UserError
+from util.data.decode import MODES
+from util.data.sources import DATA_SETS
 
 DEFAULT_OUTPUT_DIR = "./output_dir"
 

@@ -17,7 +17,7 @@ from typing import BinaryIO
 import safetensors.torch
 import torch
 
-from util.misc import UserError, logger
+from util.cli import UserError, logger
 
 # What torch's reader raises over files that are not what they should be.
 DAMAGE = (RuntimeError, EOFError, ValueError, TypeError, LookupError, AttributeError, AssertionError, struct.error)

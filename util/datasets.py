@@ -15,11 +15,11 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch.utils.data import DataLoader, Sampler, default_collate
 from torchvision.transforms import InterpolationMode, v2
 
+from util.cli import UserError, logger
 from util.crop import Crop, draw_crop, draw_crop_once
-from util.decode import MODES, exact_crop, jpeg_crop, read_jpeg, to_mode
-from util.interrupt import outlive_signals
-from util.misc import UserError, derive_seed, gather_objects, generator, get_rank, get_world_size, logger
-from util.sources import build_source, describe, read
+from util.data.decode import MODES, exact_crop, jpeg_crop, read_jpeg, to_mode
+from util.data.sources import build_source, describe, read
+from util.misc import derive_seed, gather_objects, generator, get_rank, get_world_size, outlive_signals
 
 # --- What is done to an image ---
 

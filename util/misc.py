@@ -4,152 +4,26 @@ import argparse
 import datetime
 import hashlib
 import logging
-import multiprocessing
 import os
+import platform
 import random
 import re
 import signal
-import sys
-import time
-import traceback
-from collections.abc import Callable, Iterable
+import subprocess
+from collections.abc import Iterable
 
 import numpy as np
+import timm
 import torch
 import torch.distributed as dist
+import torchvision
 from torch import nn
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from tqdm import tqdm
 
-logger = logging.getLogger("clmae")
+from util.cli import STOP_SIGNALS, UserError, logger
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # they ask for an orderly end
 PATIENCE = datetime.timedelta(minutes=10)  # how long processes wait for one that does not answer
-
-
-class UserError(ValueError):
-    """A mistake in a flag or file. Its message names the flag or file and says what to do."""
-
-    exit_code = 2
-
-
-class TrainingDiverged(RuntimeError):
-    """The loss is no longer finite, and going on would only write useless weights."""
-
-    exit_code = 3
-
-
-class Interrupted(RuntimeError):
-    """A signal asked for an end, and everything is saved: `--resume auto` goes on from here."""
-
-    exit_code = 75  # what sysexits.h calls a temporary failure: try again
-
-    def __init__(self, message: str, received: set[signal.Signals]):
-        super().__init__(message)
-        self.received = received
-
-
-class ArgumentParser(argparse.ArgumentParser):
-    """argparse that answers a bad flag with one sentence instead of a page of usage, and shows defaults in --help."""
-
-    def __init__(self, *args, **kwargs):
-        kwargs.setdefault("formatter_class", argparse.ArgumentDefaultsHelpFormatter)
-        super().__init__(*args, allow_abbrev=False, **kwargs)
-
-    def error(self, message: str):
-        self.exit(UserError.exit_code, f"{self.prog}: {message} (see --help)\n")
-
-
-def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser) -> None:
-    """Parse the flags and call `main`. A user's mistake ends in one sentence, an internal fault in a traceback."""
-    args = parser.parse_args()
-    setup_logging()
-    try:
-        main(args)
-    except (UserError, TrainingDiverged) as error:
-        if int(os.environ.get("RANK", 0)) > 0:
-            # A mistake in a flag is every process's mistake. The launcher ends the others once the first has told it.
-            time.sleep(2)
-        logger.error("%s", error)
-        leave(error.exit_code)
-    except Interrupted as error:
-        for number in STOP_SIGNALS:
-            signal.signal(number, signal.SIG_IGN)  # it is about to end
-        logger.warning("%s", error)
-        leave(error.exit_code, together=True)
-    except KeyboardInterrupt:
-        logger.error("interrupted")
-        leave(130)
-    except Exception as error:
-        if get_world_size() == 1:
-            end_children()
-            raise
-        report_failure(error)
-        leave(1)
-    leave(0, together=True)
-
-
-def report_failure(error: Exception) -> None:
-    """Tell which of several processes failed, and why; and how the others learnt of it."""
-    if lost_another(error):
-        logger.error("process %d: another process is gone (%s)", get_rank(), str(error).splitlines()[0])
-        return
-    logger.error("process %d failed:\n%s", get_rank(), traceback.format_exc())
-    get_error_handler().record_exception(error)  # for torchrun's summary
-
-
-def lost_another(error: Exception) -> bool:
-    """Whether this is the echo of another process's end."""
-    return isinstance(error, RuntimeError) and "by peer" in str(error)  # gloo: "Connection closed", "reset by peer"
-
-
-def leave(code: int, together: bool = False) -> None:
-    """End the program. Unless all processes do so `together`, the others may be waiting for this one, and this one's
-    own clean-up for them: then nothing is cleaned up, so that the launcher hears of it at once."""
-    end_children()
-    if dist.is_initialized():
-        if not together:
-            logging.shutdown()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-        dist.destroy_process_group()
-    if code:
-        sys.exit(code)
-
-
-def end_children() -> None:
-    """End loaders that an error left behind. They ignore SIGTERM, with which multiprocessing would try at the end."""
-    children = multiprocessing.active_children()
-    if children:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report each one as a failure
-    for child in children:
-        child.kill()
-
-
-class LineHandler(logging.StreamHandler):
-    """Writes above a progress bar, if there is one. (tqdm's own redirection would merge the two streams below.)"""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            tqdm.write(self.format(record), file=self.stream)
-            self.flush()
-        except Exception:  # as logging's own handlers: a closed terminal must not end a run
-            self.handleError(record)
-
-
-def setup_logging() -> None:
-    """Plain lines: progress to standard output, warnings and errors to standard error."""
-    progress = LineHandler(sys.stdout)
-    progress.addFilter(lambda record: record.levelno < logging.WARNING)
-    problems = LineHandler(sys.stderr)
-    problems.setLevel(logging.WARNING)
-    problems.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
-    logger.handlers[:] = [progress, problems]
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
 
 
 def derive_seed(*keys: int | str) -> int:
@@ -412,3 +286,31 @@ class NativeScalerWithGradNormCount:
     def load_state_dict(self, state_dict: dict) -> None:
         if state_dict and self._scaler.is_enabled():
             self._scaler.load_state_dict(state_dict)
+
+
+def outlive_signals(_worker: int = 0) -> None:
+    """For loader processes: schedulers signal all processes of a job, but the main one still needs its loaders.
+
+    They end when the main process tells them to, or is gone.
+    """
+    for number in (*STOP_SIGNALS, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def git_commit() -> str | None:
+    """Of this code, with "-dirty" where files differ from it; None outside a repository."""
+    command = ["git", "-C", os.path.dirname(__file__), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def versions() -> dict[str, str]:
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torchvision": torchvision.__version__,
+        "timm": timm.__version__,
+        "numpy": np.__version__,
+    }

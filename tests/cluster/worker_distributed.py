@@ -1,0 +1,146 @@
+"""What test_distributed.py runs in each of several processes: one epoch of small variants, with all that it made noted.
+
+torchrun --nproc_per_node=2 tests/cluster/worker_distributed.py OUTPUT.pth
+"""
+
+import os
+import sys
+
+import torch
+
+import engine_pretrain
+import util.misc
+from main_pretrain import build_state, check_args, get_args_parser, settle_batch_and_rates
+from util.datasets import build_pretrain_loader
+from util.misc import NativeScalerWithGradNormCount, get_rank, get_world_size, init_distributed_mode, with_ddp
+from util.training.progress import EpochLog, LossGuard
+
+GLOBAL_BATCH = 8  # of each iteration, whatever the number of processes
+VARIANTS = {
+    f"{name}, accum_iter {accum_iter}": (*flags, "--accum_iter", str(accum_iter))
+    for name, flags in {
+        "random": ("--masking", "random"),
+        "threshold": ("--select", "threshold"),
+        "topk": ("--select", "topk"),
+    }.items()
+    for accum_iter in (1, 2)
+} | {"cheaper, accum_iter 1": ("--cmm_fraction", "0.5", "--cmm_every", "2", "--cmm_dim", "32")}
+
+
+class Recorder(NativeScalerWithGradNormCount):
+    """Notes the gradients of each update, and how many buckets of gradients processes exchange meanwhile."""
+
+    def __init__(self):
+        super().__init__("cpu", enabled=False)
+        self.gradients, self.exchanges = [], []
+
+    def __call__(self, loss, optimizer, clip_grad, parameters, update_grad=True):
+        before, parameters = exchanged[0], list(parameters)
+        self._scaler.scale(loss).backward()
+        self.exchanges.append(exchanged[0] - before)
+        if update_grad:
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters if p.requires_grad]
+            self.gradients.append(torch.cat([grad.flatten() for grad in grads]).clone())
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+exchanged = [0]
+exchange = util.misc.mean_in_rank_order
+
+
+def counted_exchange(state, bucket):
+    exchanged[0] += 1
+    return exchange(state, bucket)
+
+
+util.misc.mean_in_rank_order = counted_exchange
+
+
+def run(args):
+    state, loader = build_state(args, torch.device("cpu")), build_pretrain_loader(args)
+    scaler, scaler_cmm = Recorder(), Recorder()
+    losses, removed = [], []
+
+    class Log(EpochLog):
+        def add(self, iteration, values, *rest):
+            losses.append({name: value.item() for name, value in values.items()})
+            super().add(iteration, values, *rest)
+
+    engine_pretrain.EpochLog = Log
+    state.model.register_forward_hook(lambda *call: removed.append(call[-1][2].sum().item()))
+    engine_pretrain.train_one_epoch(
+        with_ddp(state.model),
+        loader,
+        state.optimizer,
+        torch.device("cpu"),
+        0,
+        scaler,
+        cmm=None if state.cmm is None else with_ddp(state.cmm),
+        optimizer_cmm=state.optimizer_cmm,
+        loss_scaler_cmm=scaler_cmm,
+        loss_guard=LossGuard(skip=False),
+        args=args,
+    )
+    return {
+        "losses": losses,
+        "gradients": scaler.gradients,
+        "gradients_cmm": scaler_cmm.gradients,
+        "exchanges": scaler.exchanges,
+        "exchanges_cmm": scaler_cmm.exchanges,
+        "removed": removed,
+    }
+
+
+class Bucket:
+    """As DDP hands it to whoever exchanges its gradients."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def buffer(self):
+        return self.values
+
+
+def mean_at(offset):
+    """What processes make of their 1,000 random values, which lie `offset` places into a bucket."""
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(get_rank()))
+    return exchange(None, Bucket(torch.cat([torch.zeros(offset), values]))).wait()[offset:]
+
+
+def main(output):
+    torch.set_num_threads(1)
+    results = {}
+    for name, flags in VARIANTS.items():
+        args = get_args_parser().parse_args(
+            [
+                *("--model", "mae_vit_micro_patch4", "--input_size", "16", "--norm_pix_loss", "--data_set", "shapes"),
+                *(
+                    "--shapes_images",
+                    "32",
+                    "--epochs",
+                    "2",
+                    "--warmup_epochs",
+                    "0",
+                    "--lr",
+                    "1e-3",
+                    "--num_workers",
+                    "0",
+                ),
+                *("--batch_size", str(GLOBAL_BATCH // int(os.environ.get("WORLD_SIZE", 1))), "--cmm_depth", "1"),
+                *("--output_dir", "", *flags),
+            ]
+        )
+        check_args(args)
+        if not results:
+            init_distributed_mode(args)
+        settle_batch_and_rates(args)
+        results[name] = run(args)
+    if get_world_size() > 1:
+        results["means"] = [mean_at(offset) for offset in (0, 333)]
+    torch.save(results, f"{output}.{get_rank()}")
+    util.misc.leave(0, together=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

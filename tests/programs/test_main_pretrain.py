@@ -1,0 +1,224 @@
+"""The program as a user runs it: flags, files, and what it says to bad input."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+from PIL import Image
+from small_runs import SMALL, assert_same_training, checkpoint, log_lines
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from main_pretrain import get_args_parser
+from models_mae import mae_vit_micro_patch4
+from util.cli import TrainingDiverged
+
+
+def test_every_upstream_flag_with_its_default(upstream_flags):
+    actions = {flag: action for action in get_args_parser()._actions for flag in action.option_strings}
+    for flag, expected in upstream_flags["main_pretrain"].items():
+        if flag == "set_defaults":
+            continue
+        action = actions[flag]
+        assert action.dest == expected["dest"]
+        assert type(action).__name__ == expected["action"]
+        if flag not in ("--device", "--data_path", "--pin_mem", "--no_pin_mem"):
+            assert action.default == expected["default"], flag
+    args = get_args_parser().parse_args([])
+    assert args.pin_mem
+    assert args.data_path is None
+    assert args.device == ("cuda" if torch.cuda.is_available() else "cpu")
+    new = {
+        **dict(masking="curriculum", select="threshold", lambda_gauss=10, lambda_kl=1, lambda_div=2, cmm_depth=5),
+        **dict(lambda_cl_end=-0.1, no_curriculum=False, cmm_blr=None, cmm_schedule="constant", amp="auto"),
+        **dict(clip_grad=None, compile=False, in_chans=3, data_set="folder", max_bad_images=100),
+    }
+    assert {name: getattr(args, name) for name in new} == new
+
+
+def test_every_flag_has_a_help_text():
+    assert all(action.help for action in get_args_parser()._actions)
+
+
+def test_a_run_leaves_checkpoints_a_log_and_tensorboard(cli, tmp_path):
+    code, out, err = cli(*SMALL, "--output_dir", tmp_path, "--save_every", 1, "--knn_every", 2)
+    assert (code, err) == (0, "")
+    assert "epoch 1 done" in out
+
+    saved = checkpoint(tmp_path)
+    parts = {"model", "optimizer", "scaler", "cmm", "optimizer_cmm", "scaler_cmm", "epoch", "step", "log", "args"}
+    assert saved.keys() == parts
+    assert (saved["epoch"], saved["step"], saved["args"]["mask_ratio"]) == (1, 6, 0.75)
+    assert (tmp_path / "checkpoint-0.pth").exists()
+    mae_vit_micro_patch4(img_size=16).load_state_dict(saved["model"])
+
+    lines = log_lines(tmp_path)
+    assert [line["epoch"] for line in lines] == [0, 1]
+    losses = {"loss", "cmm_loss", "cmm_curriculum", "cmm_gauss", "cmm_kl", "cmm_div"}
+    health = {
+        "mask_visible",
+        "mask_visible_std",
+        "mask_distinct",
+        "mask_hamming",
+        "mask_unseen",
+        "mask_decisive",
+        "mask_removed_error",
+    }
+    settings = {"lr", "cmm_lr", "cmm_lambda_cl"}
+    assert {f"train_{name}" for name in losses | health | settings} <= lines[0].keys()
+    assert {"mask_error_vs_random", "knn_acc1", "knn_acc5"} <= lines[1].keys()
+    assert (tmp_path / "classes.txt").read_text().split()[:2] == ["disc", "ring"]
+
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    scalars = set(events.Tags()["scalars"])
+    expected = {name.replace("_", "/", 1) for name in losses | health | settings if "_" in name}
+    assert {"train_loss", "lr", "images_per_second", "knn/acc1", "mask/error_vs_random", *expected} <= scalars
+    assert [event.step for event in events.Scalars("train_loss")] == [1000, 2000]
+    (picture,) = events.Tags()["images"]
+    assert [event.step for event in events.Images(picture)] == [1000, 2000]
+
+
+def test_same_seed_gives_the_same_bits_whatever_the_workers(cli, tmp_path):
+    for name, workers in (("once", 0), ("again", 0), ("workers", 2)):
+        assert cli(*SMALL, "--output_dir", tmp_path / name, "--num_workers", workers)[0] == 0
+    assert cli(*SMALL, "--output_dir", tmp_path / "seed", "--seed", 1)[0] == 0
+    first = checkpoint(tmp_path / "once")
+    for name in ("again", "workers"):
+        assert_same_training(first, checkpoint(tmp_path / name))
+        assert log_lines(tmp_path / name) == log_lines(tmp_path / "once")
+    with pytest.raises(AssertionError):
+        assert_same_training(first, checkpoint(tmp_path / "seed"))
+
+
+def test_vanilla_mae_differs_in_one_flag(cli, tmp_path):
+    assert cli(*SMALL, "--output_dir", tmp_path / "mae", "--masking", "random", "--lr", 0)[0] == 0
+    assert cli(*SMALL, "--output_dir", tmp_path / "clmae", "--lr", 0)[0] == 0
+    vanilla, curriculum = checkpoint(tmp_path / "mae"), checkpoint(tmp_path / "clmae")
+    assert "cmm" not in vanilla
+    for key, value in vanilla["model"].items():
+        assert torch.equal(value, curriculum["model"][key]), "a seed gives both the same initial MAE"
+    code, _, err = cli(*SMALL, "--output_dir", tmp_path / "mae", "--resume", "auto")
+    assert code == 2
+    assert "--masking random, now curriculum" in err
+    code, _, err = cli(*SMALL, "--output_dir", tmp_path / "mae", "--resume", "auto", "--allow_changes")
+    assert code == 2
+    assert "no 'cmm'" in err
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--select", "topk"),
+        ("--amp", "bf16"),
+        ("--accum_iter", "2", "--batch_size", "8", "--clip_grad", "1"),
+        ("--batch_size", "1", "--shapes_images", "1"),
+        ("--in_chans", "1", "--input_size", "8", "16"),
+        ("--output_dir", ""),
+        ("--vis_every", "0", "--save_every", "5"),
+        ("--cmm_every", "2", "--cmm_fraction", "0.25", "--cmm_dim", "32"),
+        ("--grad_checkpointing", "--amp", "bf16"),
+    ],
+    ids=" ".join,
+)
+def test_variants_run(cli, tmp_path, flags):
+    code, _, err = cli(*SMALL, "--output_dir", tmp_path, *flags)
+    assert (code, err) == (0, "")
+
+
+def test_one_image_of_one_class(cli, tmp_path, one_class):
+    flags = ("--data_set", "folder", "--data_path", one_class, "--batch_size", 1, "--knn_every", 1)
+    code, out, err = cli(*SMALL, *flags, "--output_dir", tmp_path / "out")
+    assert (code, err) == (0, "")
+    assert "Acc@1 100.00" in out
+
+
+def test_diverging_run_stops_and_leaves_the_last_good_checkpoint(cli, tmp_path):
+    assert cli(*SMALL, "--output_dir", tmp_path, "--epochs", 1)[0] == 0
+    before = (tmp_path / "checkpoint-0.pth").read_bytes()
+    flags = (
+        "--resume",
+        "auto",
+        "--allow_changes",
+        "--epochs",
+        5,
+        "--save_every",
+        1,
+        "--warmup_epochs",
+        0,
+        "--lr",
+        1e30,
+    )
+    code, _, err = cli(*SMALL, "--output_dir", tmp_path, *flags)
+    assert code == TrainingDiverged.exit_code
+    assert "not finite" in err
+    assert "Traceback" not in err
+    assert (tmp_path / "checkpoint-0.pth").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-0.pth", "checkpoint-last.pth"]
+    assert checkpoint(tmp_path, "last")["epoch"] == 0
+
+
+BAD = {
+    "folder is required": (("--data_set", "folder"), "--data_path"),
+    "missing folder": (("--data_set", "folder", "--data_path", "nowhere"), "--data_path nowhere is not a folder"),
+    "empty folder": (("--data_set", "folder", "--data_path", "{tmp}"), "no images in"),
+    "unknown model": (("--model", "mae_vit_gigantic"), "--model mae_vit_gigantic is unknown; known are mae_vit_base"),
+    "mask ratio 0": (("--mask_ratio", "0"), "--mask_ratio 0.0"),
+    "mask ratio 1": (("--mask_ratio", "1"), "--mask_ratio 1.0"),
+    "mask ratio 1.5": (("--mask_ratio", "1.5"), "--mask_ratio 1.5"),
+    "mask ratio that keeps nothing": (("--mask_ratio", "0.99"), "--mask_ratio 0.99 keeps 0 of 16 patches"),
+    "no share of images": (("--cmm_fraction", "0"), "--cmm_fraction 0.0 must lie above 0"),
+    "no update of the CMM": (("--cmm_every", "0"), "--cmm_every 0 must be at least 1"),
+    "width of the CMM": (("--cmm_dim", "10"), "--cmm_dim 10: a width of 10 is not a multiple of 16"),
+    "lambda_cl_end": (("--lambda_cl_end", "-1.5"), "--lambda_cl_end -1.5 is outside [-1, 1]"),
+    "indivisible size": (("--input_size", "30"), "image size 30x30 is not divisible by the patch size 4"),
+    "three sizes": (("--input_size", "8", "8", "8"), "--input_size"),
+    "channels": (("--in_chans", "7"), "--in_chans 7"),
+    "no batch": (("--batch_size", "0"), "--batch_size 0 must be at least 1"),
+    "too few images": (("--batch_size", "64"), "48 images do not fill one batch of 64"),
+    "negative weight": (("--lambda_kl", "-1"), "--lambda_kl -1.0 must not be negative"),
+    "not a number": (("--epochs", "many"), "argument --epochs: invalid int value: 'many'"),
+    "unknown flag": (("--learning_rate", "1"), "unrecognized arguments: --learning_rate"),
+    "unknown choice": (("--masking", "clever"), "argument --masking: invalid choice: 'clever'"),
+    "unknown device": (("--device", "gpu9"), "--device 'gpu9'"),
+    "missing checkpoint": (("--resume", "none.pth"), "none.pth: No such file or directory"),
+    "two beginnings": (("--init", "a.pth", "--resume", "b.pth"), "give one of them, or --resume auto"),
+    "missing weights": (("--init", "none.pth"), "none.pth: No such file or directory"),
+    "indivisible batch": (("--global_batch_size", "9", "--accum_iter", "2"), "--global_batch_size 9 cannot be split"),
+    "negative minutes": (("--save_minutes", "-1"), "--save_minutes -1.0 must not be negative"),
+    "processes without a launcher": (("--world_size", "4"), "use torchrun for several processes"),
+    "unlabelled knn": (
+        ("--data_set", "folder", "--data_path", "{flat}", "--batch_size", "1", "--knn_every", "1"),
+        "val",
+    ),
+    "output is a file": (("--output_dir", "{flat}/a.png"), "--output_dir"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_ends_with_one_clear_sentence(cli, tmp_path, monkeypatch, case):
+    flags, expected = BAD[case]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "flat").mkdir()
+    Image.new("RGB", (20, 20)).save(tmp_path / "flat" / "a.png")
+    flags = [flag.format(tmp=tmp_path / "empty", flat=tmp_path / "flat") for flag in flags]
+    code, _, err = cli(*SMALL, "--output_dir", tmp_path / "out", *flags)
+    assert code == 2
+    assert expected in err
+    assert len(err.splitlines()) == 1, err
+
+
+def test_as_a_process_of_its_own(tmp_path):
+    """Once for real: exit code, one sentence on standard error, and a compiled run."""
+    command = [sys.executable, str(ROOT / "main_pretrain.py"), *SMALL]
+    bad = subprocess.run([*command, "--mask_ratio", "2"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert bad.returncode == 2
+    assert bad.stderr.startswith("ERROR: --mask_ratio 2.0")
+    assert len(bad.stderr.splitlines()) == 1
+    good = subprocess.run(
+        [*command, "--epochs", "1", "--compile"], cwd=tmp_path, capture_output=True, text=True, timeout=600
+    )
+    assert good.returncode == 0, good.stderr
+    assert (tmp_path / "output_dir" / "checkpoint-0.pth").exists()

@@ -1,0 +1,160 @@
+import argparse
+import os
+import pickle
+
+import pytest
+import torch
+
+from util.checkpoint import (
+    link_checkpoint,
+    load_checkpoint,
+    load_weights,
+    newest_checkpoint,
+    numbered_checkpoints,
+    save_checkpoint,
+    save_safetensors,
+)
+from util.cli import UserError
+
+
+def test_round_trip_with_plain_types(tmp_path):
+    state = {"model": {"w": torch.arange(3.0)}, "epoch": 4, "args": {"lr": 1e-3, "resume": ""}}
+    save_checkpoint(tmp_path / "checkpoint-4.pth", state)
+    loaded = torch.load(tmp_path / "checkpoint-4.pth", weights_only=True)
+    assert torch.equal(loaded.pop("model")["w"], state["model"]["w"])
+    assert loaded == {"epoch": 4, "args": {"lr": 1e-3, "resume": ""}}
+    assert os.listdir(tmp_path) == ["checkpoint-4.pth"], "no temporary file is left"
+
+
+def test_upstream_file_with_a_pickled_namespace(tmp_path):
+    torch.save({"model": {"w": torch.ones(2)}, "args": argparse.Namespace(lr=0.1)}, tmp_path / "mae.pth")
+    assert load_checkpoint(tmp_path / "mae.pth")["args"] == {"lr": 0.1}
+
+
+def test_failed_write_leaves_the_old_checkpoint(tmp_path, monkeypatch):
+    path = tmp_path / "checkpoint-0.pth"
+    save_checkpoint(path, {"epoch": 0})
+
+    def full_disk(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(UserError, match="No space left on device"):
+        save_checkpoint(path, {"epoch": 1})
+    assert load_checkpoint(path)["epoch"] == 0
+    assert os.listdir(tmp_path) == ["checkpoint-0.pth"]
+
+
+class Bomb:
+    def __reduce__(self):
+        return (os.mkdir, ("exploded",))
+
+
+def test_a_checkpoint_that_would_run_code_is_refused_and_runs_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"model": {}, "args": Bomb()}, "bomb.pth")
+    with open("old.pth", "wb") as file:
+        pickle.dump(Bomb(), file)
+    for name in ("bomb.pth", "old.pth"):
+        with pytest.raises(UserError, match=f"{name} is damaged"):
+            load_checkpoint(name)
+    assert not os.path.exists("exploded")
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty", "truncated", "garbage", "list", "folder", "flipped bit"])
+def test_damaged_files_are_named(tmp_path, damage):
+    path = tmp_path / "checkpoint-1.pth"
+    if damage == "empty":
+        path.touch()
+    elif damage == "truncated":
+        save_checkpoint(path, {"w": torch.rand(1000)})
+        path.write_bytes(path.read_bytes()[:2000])
+    elif damage == "flipped bit":
+        save_checkpoint(path, {"w": torch.zeros(1000)})
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1  # within the tensor; torch itself would load it
+        path.write_bytes(content)
+        assert torch.load(path)["w"].count_nonzero() == 1
+    elif damage == "garbage":
+        path.write_bytes(bytes(range(256)) * 10)
+    elif damage == "list":
+        torch.save([1, 2], path)
+    elif damage == "folder":
+        path.mkdir()
+    with pytest.raises(UserError, match=r"checkpoint-1\.pth"):
+        load_checkpoint(path)
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty", "truncated", "garbage", "folder"])
+def test_damaged_safetensors_are_named(tmp_path, damage):
+    path = tmp_path / "model.safetensors"
+    if damage == "empty":
+        path.touch()
+    elif damage == "truncated":
+        save_safetensors(path, {"w": torch.rand(1000)}, {})
+        path.write_bytes(path.read_bytes()[:2000])
+    elif damage == "garbage":
+        path.write_bytes(bytes(range(256)) * 10)
+    elif damage == "folder":
+        path.mkdir()
+    with pytest.raises(UserError, match=r"the checkpoint .*model\.safetensors"):
+        load_checkpoint(path)
+
+
+def test_another_programs_header_is_no_flag(tmp_path):
+    header = {"format": "pt", "input_size": "224x224", "mask_ratio": "high", "norm_pix_loss": "true"}
+    save_safetensors(tmp_path / "a.safetensors", {"w": torch.arange(3.0)}, header)
+    loaded = load_checkpoint(tmp_path / "a.safetensors")
+    assert torch.equal(loaded["model"]["w"], torch.arange(3.0))
+    assert loaded["metadata"] == header
+    assert loaded["args"] == {"norm_pix_loss": True}
+
+
+def test_newest_readable_checkpoint(tmp_path, caplog):
+    for epoch in (2, 9, 10):
+        save_checkpoint(tmp_path / f"checkpoint-{epoch}.pth", {"epoch": epoch})
+    (tmp_path / "checkpoint-best.pth").touch()
+    assert [path.name for path in numbered_checkpoints(tmp_path)] == [f"checkpoint-{n}.pth" for n in (10, 9, 2)]
+    (tmp_path / "checkpoint-10.pth").write_bytes(b"PK")
+    assert newest_checkpoint(tmp_path)[0]["epoch"] == 9
+    assert newest_checkpoint(tmp_path / "nowhere") is None
+
+
+def test_the_checkpoint_that_got_furthest(tmp_path):
+    save_checkpoint(tmp_path / "checkpoint-last.pth", {"epoch": 3, "step": 45})
+    save_checkpoint(tmp_path / "checkpoint-3.pth", {"epoch": 3, "step": 40})
+    assert newest_checkpoint(tmp_path)[1].name == "checkpoint-last.pth", "it is within epoch 4"
+    save_checkpoint(tmp_path / "checkpoint-4.pth", {"epoch": 4, "step": 50})
+    assert newest_checkpoint(tmp_path)[1].name == "checkpoint-4.pth", "a kill between the two saves"
+    (tmp_path / "checkpoint-4.pth").write_bytes(b"")
+    assert newest_checkpoint(tmp_path)[1].name == "checkpoint-last.pth"
+    (tmp_path / "checkpoint-last.pth").write_bytes(b"")
+    assert newest_checkpoint(tmp_path)[1].name == "checkpoint-3.pth"
+
+
+def test_a_kill_between_link_and_rename_harms_no_finished_checkpoint(tmp_path):
+    save_checkpoint(tmp_path / "checkpoint-3.pth", {"epoch": 3})
+    os.link(tmp_path / "checkpoint-3.pth", tmp_path / "checkpoint-last.pth.partial")
+    save_checkpoint(tmp_path / "checkpoint-last.pth", {"epoch": 4})
+    assert load_checkpoint(tmp_path / "checkpoint-3.pth")["epoch"] == 3
+    assert load_checkpoint(tmp_path / "checkpoint-last.pth")["epoch"] == 4
+
+
+def test_second_name_survives_a_new_file_under_the_first(tmp_path, monkeypatch):
+    for name in ("linked", "copied"):
+        save_checkpoint(tmp_path / name, {"epoch": 1})
+        link_checkpoint(tmp_path / name, tmp_path / "last")
+        save_checkpoint(tmp_path / "last", {"epoch": 2})
+        assert load_checkpoint(tmp_path / name)["epoch"] == 1
+        assert load_checkpoint(tmp_path / "last")["epoch"] == 2
+        monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(OSError(1, "no hard links here")))
+
+
+def test_weights_of_another_architecture_name_the_first_mismatch():
+    model = torch.nn.Linear(3, 2)
+    with pytest.raises(UserError, match=r"x.pth has weight of shape \(4, 4\), but this model needs \(2, 3\)"):
+        load_weights(model, {"weight": torch.ones(4, 4), "bias": torch.ones(2)}, "x.pth")
+    with pytest.raises(UserError, match="has no bias"):
+        load_weights(model, {"weight": torch.ones(2, 3)}, "x.pth")
+    with pytest.raises(UserError, match="has head, which this model does not"):
+        load_weights(model, {**model.state_dict(), "head": torch.ones(1)}, "x.pth")

@@ -1,0 +1,365 @@
+"""Where images come from, that a sample is a function of (seed, epoch, index), and what happens to damaged files."""
+
+import os
+import struct
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from main_pretrain import check_args, get_args_parser
+from util.cli import UserError
+from util.data.sources import build_source, describe, image_names, labels_of
+from util.datasets import (
+    AugmentedDataset,
+    EpochBatches,
+    ImageLoader,
+    build_eval_dataset,
+    build_pretrain_loader,
+    normalise,
+    pixel_statistics,
+    pretrain_augmentation,
+)
+
+
+def parse(*flags):
+    args = get_args_parser().parse_args(
+        ["--model", "mae_vit_micro_patch4", "--input_size", "32", "--num_workers", "0", *map(str, flags)]
+    )
+    check_args(args)
+    return args
+
+
+def write_image(path, value=128, mode="RGB", size=(40, 40)):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new(mode, size, value if mode in ("L", "1") else (value,) * len(mode)).save(path)
+
+
+@pytest.fixture
+def class_folders(tmp_path):
+    """train/{a..f} with 4 images each, val/{a..f} with 2."""
+    for split, number in (("train", 4), ("val", 2)):
+        for name in "abcdef":
+            for i in range(number):
+                write_image(tmp_path / split / name / f"{i}.png", value=10 * i)
+    return tmp_path
+
+
+def batches(args, epochs=(0,)):
+    loader = build_pretrain_loader(args)
+    for epoch in epochs:
+        loader.set_epoch(epoch)
+        yield from loader
+
+
+def test_number_of_workers_changes_nothing():
+    flags = ("--data_set", "shapes", "--shapes_images", 40, "--batch_size", 8)
+    none = list(batches(parse(*flags), epochs=(0, 1)))
+    two = list(batches(parse(*flags, "--num_workers", 2), epochs=(0, 1)))
+    assert len(none) == len(two) == 10
+    for (imgs, labels), (imgs2, labels2) in zip(none, two, strict=True):
+        assert torch.equal(imgs, imgs2)
+        assert torch.equal(labels, labels2)
+
+
+def test_a_sample_depends_on_seed_epoch_and_index_alone():
+    flags = ("--data_set", "shapes", "--shapes_images", 20)
+    dataset = build_pretrain_loader(parse(*flags, "--batch_size", 1)).dataset
+    first = dataset[3, 7][0]
+    torch.rand(100)
+    dataset[0, 1]
+    assert torch.equal(dataset[3, 7][0], first)
+    assert not torch.equal(dataset[4, 7][0], first)
+    other_seed = build_pretrain_loader(parse(*flags, "--batch_size", 1, "--seed", 1)).dataset
+    assert not torch.equal(other_seed[3, 7][0], first)
+
+
+class Whoami:
+    """A source whose labels tell which process read it."""
+
+    classes = ()
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return Image.new("RGB", (40, 40)), os.getpid()
+
+
+def test_workers_start_once():
+    dataset = AugmentedDataset(Whoami(), pretrain_augmentation(parse("--data_set", "shapes")), seed=0)
+    loader = ImageLoader(dataset, EpochBatches(40, 4, seed=0), num_workers=2)
+    processes = []
+    for epoch in range(3):
+        loader.set_epoch(epoch)
+        processes.append({pid for _, labels in loader for pid in labels.tolist()})
+    assert processes[0] == processes[1] == processes[2]
+    assert len(processes[0] - {os.getpid()}) == 2
+
+
+@pytest.mark.parametrize("in_chans", [1, 3, 4])
+def test_batches_are_bytes_until_the_device(tmp_path, in_chans):
+    write_image(tmp_path / "a.jpg", value=200)
+    args = parse("--data_path", tmp_path, "--in_chans", in_chans, "--batch_size", 1)
+    imgs, _ = next(iter(batches(args)))
+    assert (imgs.shape, imgs.dtype) == ((1, in_chans, 32, 32), torch.uint8)
+    normalised = normalise(imgs)
+    assert (normalised.dtype, normalised.is_contiguous()) == (torch.float32, True)
+    image, _, _ = build_eval_dataset(args, "train")[0, 0]  # of one colour, so the crop plays no part
+    assert torch.allclose(normalised[0], image, atol=0.02)
+
+
+@pytest.mark.parametrize("flags", [(), ("--exact_decode",)])
+def test_jpeg_samples_do_not_depend_on_workers_or_history(tmp_path, flags):
+    rng = np.random.default_rng(0)
+    for i in range(8):
+        pixels = rng.integers(0, 256, (60 + i, 90 - i, 3), dtype=np.uint8)
+        Image.fromarray(pixels).resize((200, 150 + i)).save(tmp_path / f"{i}.jpg")
+    args = [parse("--data_path", tmp_path, "--batch_size", 4, "--num_workers", n, *flags) for n in (0, 2)]
+    none, two = (torch.cat([imgs for imgs, _ in batches(a, epochs=(0, 1))]) for a in args)
+    assert torch.equal(none, two)
+    loader = build_pretrain_loader(args[0])
+    loader.set_epoch(1, first_batch=1)
+    assert torch.equal(next(iter(loader))[0], none[12:])
+
+
+def test_loading_draws_nothing_from_the_global_generator():
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    list(batches(parse("--data_set", "shapes", "--shapes_images", 8, "--batch_size", 4)))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_ranks_share_the_global_batches_of_one_process():
+    whole = list(EpochBatches(103, 8, seed=3))
+    halves = [list(EpochBatches(103, 4, seed=3, rank=rank, world_size=2)) for rank in range(2)]
+    assert len(whole) == len(halves[0]) == 12
+    assert [a + b for a, b in zip(*halves, strict=True)] == whole
+    sampler = EpochBatches(103, 8, seed=3)
+    seen = {index for batch in sampler for _, index in batch}
+    assert len(seen) == 96, "no image twice in an epoch"
+    sampler.epoch = 1
+    assert list(sampler) != whole
+
+
+def test_class_folders(class_folders):
+    args = parse("--data_path", class_folders)
+    train, val = build_source(args, "train"), build_source(args, "val")
+    assert (len(train), len(val), train.classes) == (24, 12, list("abcdef"))
+    assert [label for _, label in train.samples] == sorted(list(range(6)) * 4)
+    # The classes may also lie directly in the folder.
+    assert len(build_source(parse("--data_path", class_folders / "train"), "train")) == 24
+
+
+def test_flat_folder_needs_no_classes(tmp_path):
+    for i in range(3):
+        write_image(tmp_path / f"{i}.JPG")
+    (tmp_path / "notes.txt").write_text("not an image")
+    (tmp_path / "empty").mkdir()
+    source = build_source(parse("--data_path", tmp_path), "train")
+    assert (len(source), source.classes) == (3, [])
+
+
+def test_random_choice_of_classes(class_folders):
+    def chosen(*flags):
+        return build_source(parse("--data_path", class_folders, *flags), "train").classes
+
+    three = chosen("--num_classes", 3)
+    assert len(three) == 3
+    assert three == sorted(three) == chosen("--num_classes", 3)
+    assert len({tuple(chosen("--num_classes", 3, "--class_seed", seed)) for seed in range(10)}) > 1
+    assert build_source(parse("--data_path", class_folders, "--num_classes", 3), "val").classes == three
+    with pytest.raises(UserError, match="--num_classes 7: choose from 1 to 6"):
+        chosen("--num_classes", 7)
+
+
+def test_class_list(class_folders, tmp_path):
+    names = tmp_path / "names.txt"
+    names.write_text("e\n\nb\n")
+    args = parse("--data_path", class_folders, "--class_list", names)
+    assert build_source(args, "train").classes == ["b", "e"]
+    names.write_text("e\nzebra\n")
+    with pytest.raises(UserError, match="zebra"):
+        build_source(args, "train")
+    with pytest.raises(UserError, match=r"--class_list .*No such file"):
+        build_source(parse("--data_path", class_folders, "--class_list", tmp_path / "none"), "train")
+
+
+@pytest.fixture
+def one_folder(tmp_path):
+    """A single folder of classes: a with 10 images, b with 5, c with 2, d with 1."""
+    for name, number in (("a", 10), ("b", 5), ("c", 2), ("d", 1)):
+        for i in range(number):
+            write_image(tmp_path / name / f"{i}.png")
+    return tmp_path
+
+
+def test_split_divides_every_class(one_folder):
+    def part(split, *flags):
+        return build_source(parse("--data_path", one_folder, "--split", 0.8, *flags), split).samples
+
+    train, test = part("train"), part("val")
+    assert sorted(train + test) == sorted(build_source(parse("--data_path", one_folder), "train").samples)
+    counts = [[sum(label == c for _, label in samples) for c in range(4)] for samples in (train, test)]
+    assert counts == [[8, 4, 1, 1], [2, 1, 1, 0]], "80 % each, and both parts get an image where there are two"
+    assert part("train") == train == part("pretrain")
+    assert len({tuple(part("train", "--split_seed", seed)) for seed in range(5)}) > 1
+
+
+@pytest.mark.parametrize("data", ["folder", "shapes"])
+def test_so_many_images_are_drawn_from_each_split(class_folders, data):
+    flags = ("--data_path", class_folders) if data == "folder" else ("--data_set", "shapes", "--shapes_images", 60)
+
+    def names(split, *more):
+        args = parse(*flags, *more)
+        source = build_source(args, split)
+        assert labels_of(source).tolist() == [source[i][1] for i in range(len(source))]
+        return image_names(source, args, split)
+
+    for split in ("train", "val"):
+        few = names(split, "--max_images", 9)
+        assert len(few) == 9 == len(set(few))
+        assert set(few) < set(names(split))
+        assert few == sorted(few, key=names(split).index)
+        assert names(split, "--max_images", 1000) == names(split)
+        assert len({tuple(names(split, "--max_images", 9, "--split_seed", seed)) for seed in range(4)}) > 1
+    pretrain = build_source(parse(*flags, "--max_images", 9), "pretrain")
+    train = build_source(parse(*flags, "--max_images", 9), "train")
+    assert [describe(pretrain, i) for i in range(9)] == [describe(train, i) for i in range(9)]
+    with pytest.raises(UserError, match="--max_images 0 must be at least 1"):
+        parse(*flags, "--max_images", 0)
+
+
+def test_split_is_for_a_single_folder(class_folders, one_folder):
+    with pytest.raises(UserError, match=r"--split divides a single folder of classes, but .*/val"):
+        build_source(parse("--data_path", class_folders, "--split", 0.5), "train")
+    with pytest.raises(UserError, match=r"no folder val or test.*--split 0\.8"):
+        build_source(parse("--data_path", one_folder / "a"), "val")
+    for share in (0, 1, 80):
+        with pytest.raises(UserError, match=f"--split {share}"):
+            parse("--data_path", one_folder, "--split", share)
+
+
+def test_the_training_images_define_the_classes(class_folders):
+    """A class without test images must not shift the labels of those after it."""
+    for path in (class_folders / "val" / "b").iterdir():
+        path.unlink()
+    args = parse("--data_path", class_folders)
+    assert [label for _, label in build_source(args, "val").samples] == [0, 0, 2, 2, 3, 3, 4, 4, 5, 5]
+    write_image(class_folders / "val" / "zebra" / "0.png")
+    with pytest.raises(UserError, match=r"val has classes that .*train has not: zebra"):
+        build_source(args, "val")
+
+
+def test_names_do_not_depend_on_where_the_data_lie(class_folders):
+    args = parse("--data_path", class_folders)
+    assert image_names(build_source(args, "val"), args, "val")[:3] == ["val/a/0.png", "val/a/1.png", "val/b/0.png"]
+    args = parse("--data_set", "shapes", "--shapes_images", 10)
+    assert image_names(build_source(args, "val"), args, "val") == ["shapes/val/0", "shapes/val/1"]
+
+
+def test_labels_without_opening_an_image(class_folders, tmp_path):
+    for flags in (("--data_path", class_folders), ("--data_set", "shapes", "--shapes_images", 12)):
+        source = build_source(parse(*flags), "train")
+        assert labels_of(source).tolist() == [source[i][1] for i in range(len(source))]
+
+
+def test_choosing_classes_needs_folders(tmp_path):
+    for flag, value in (("--split", 0.5), ("--num_classes", 2), ("--class_list", "names.txt")):
+        with pytest.raises(UserError, match=r"choose among folders, not in --data_set cifar10"):
+            build_source(parse("--data_set", "cifar10", "--data_path", tmp_path, flag, value), "train")
+
+
+def test_fashion_mnist_files(tmp_path):
+    raw = tmp_path / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    for name, number in (("train", 5), ("t10k", 3)):
+        images = np.arange(number * 784, dtype=np.int64).astype(np.uint8)
+        header = struct.pack(">4B3i", 0, 0, 8, 3, number, 28, 28)
+        (raw / f"{name}-images-idx3-ubyte").write_bytes(header + images.tobytes())
+        (raw / f"{name}-labels-idx1-ubyte").write_bytes(struct.pack(">4Bi", 0, 0, 8, 1, number) + bytes(range(number)))
+    flags = ("--data_set", "fashion_mnist", "--data_path", tmp_path)
+    assert len(build_eval_dataset(parse(*flags), "val")) == 3
+    assert labels_of(build_source(parse(*flags), "train")).tolist() == list(range(5))
+    colour, label, _ = build_eval_dataset(parse(*flags), "train")[0, 4]
+    grey, _, _ = build_eval_dataset(parse(*flags, "--in_chans", 1), "train")[0, 4]
+    assert (colour.shape, grey.shape, label) == ((3, 32, 32), (1, 32, 32), 4)
+
+
+def test_pretraining_on_stl10_uses_its_unlabelled_images_too(tmp_path, monkeypatch):
+    monkeypatch.setattr("torchvision.datasets.STL10", lambda root, split, download: split)
+    args = parse("--data_set", "stl10", "--data_path", tmp_path)
+    assert [build_source(args, split) for split in ("pretrain", "train", "val")] == ["train+unlabeled", "train", "test"]
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar100", "stl10", "fashion_mnist"])
+def test_absent_torchvision_set_says_how_to_get_it(tmp_path, name):
+    with pytest.raises(UserError, match=f"--data_set {name} is not in .*--download"):
+        build_source(parse("--data_set", name, "--data_path", tmp_path), "train")
+
+
+def test_images_are_normalised_as_upstream(tmp_path):
+    write_image(tmp_path / "a.png", value=255)
+    image, _, _ = build_eval_dataset(parse("--data_path", tmp_path), "train")[0, 0]
+    expected = (1 - torch.tensor([0.485, 0.456, 0.406])) / torch.tensor([0.229, 0.224, 0.225])
+    assert torch.allclose(image, expected.view(3, 1, 1).expand(3, 32, 32), atol=1e-6)
+    assert [len(values) for values in pixel_statistics(4)] == [4, 4]
+
+
+@pytest.mark.parametrize(("size", "expected"), [(224, (256, 224)), (384, (384, 384)), (32, (36, 32))])
+def test_evaluation_crops_the_centre_as_upstream(size, expected):
+    transform = build_eval_dataset(parse("--data_set", "shapes", "--input_size", size), "train").transform
+    resize, crop = transform.transforms[:2]
+    assert (resize.size, tuple(crop.size)) == ([expected[0]], (expected[1], expected[1]))
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "CMYK", "1"])
+@pytest.mark.parametrize("in_chans", [1, 3, 4])
+def test_any_kind_of_image_gets_the_asked_channels(tmp_path, mode, in_chans):
+    write_image(tmp_path / ("a.tif" if mode == "CMYK" else "a.png"), mode=mode, value=1)
+    image, _, bad = build_eval_dataset(parse("--data_path", tmp_path, "--in_chans", in_chans), "train")[0, 0]
+    assert image.shape == (in_chans, 32, 32)
+    assert not bad
+
+
+def test_non_square_input(tmp_path):
+    write_image(tmp_path / "a.png", size=(50, 20))
+    args = parse("--data_path", tmp_path, "--input_size", 16, 32, "--batch_size", 1)
+    assert build_eval_dataset(args, "train")[0, 0][0].shape == (3, 16, 32)
+    assert next(iter(batches(args)))[0].shape == (1, 3, 16, 32)
+
+
+def test_unreadable_images_are_named_replaced_and_counted(class_folders, clmae_log):
+    (class_folders / "train" / "a" / "0.png").write_bytes(b"not a picture")
+    jpeg = class_folders / "train" / "b" / "cut.jpg"
+    write_image(jpeg, size=(200, 200))
+    jpeg.write_bytes(jpeg.read_bytes()[:600])
+    args = parse("--data_path", class_folders, "--batch_size", 25)
+    loader = build_pretrain_loader(args)
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        for imgs, _ in loader:
+            assert imgs.shape == (25, 3, 32, 32)
+    assert len(loader.bad_images.names) == 2
+    assert clmae_log.text.count("unreadable image") == 2, "each is named once"
+    assert "a/0.png" in clmae_log.text
+    assert "b/cut.jpg" in clmae_log.text
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_too_many_unreadable_images_end_the_run(class_folders, workers):
+    for path in (class_folders / "train").glob("[abc]/*.png"):
+        path.write_bytes(b"")
+    flags = ("--data_path", class_folders, "--batch_size", 24, "--num_workers", workers)
+    assert len(list(batches(parse(*flags, "--max_bad_images", 12)))) == 1
+    with pytest.raises(UserError, match="more than --max_bad_images 3 allows"):
+        list(batches(parse(*flags, "--max_bad_images", 3)))
+    with pytest.raises(UserError, match="more than --max_bad_images 0 allows"):
+        list(batches(parse(*flags, "--max_bad_images", 0)))
+
+
+def test_no_readable_image_at_all(tmp_path):
+    (tmp_path / "only.jpg").write_bytes(b"")
+    with pytest.raises(UserError, match="none of the 1 images can be read"):
+        list(batches(parse("--data_path", tmp_path, "--batch_size", 1)))

@@ -1,0 +1,344 @@
+"""The two-step iteration: who changes when, what is computed for whom, and how often."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+from timm.models.vision_transformer import Block
+
+from engine_pretrain import cmm_losses, frozen, images_to_judge, soft_error, train_one_epoch
+from main_pretrain import build_state, check_args, get_args_parser, settle_batch_and_rates
+from masking import choose_masking
+from util.cli import TrainingDiverged
+from util.datasets import build_pretrain_loader, normalise
+from util.misc import NativeScalerWithGradNormCount
+from util.training.progress import LossGuard
+
+
+def setup(*flags):
+    args = get_args_parser().parse_args(
+        [
+            *("--model", "mae_vit_micro_patch4", "--input_size", "16", "--norm_pix_loss", "--data_set", "shapes"),
+            *("--shapes_images", "32", "--batch_size", "8", "--epochs", "2", "--warmup_epochs", "0", "--lr", "1e-3"),
+            *("--num_workers", "0", "--cmm_depth", "1", "--output_dir", "", *map(str, flags)),
+        ]
+    )
+    check_args(args)
+    settle_batch_and_rates(args)
+    return args, build_state(args, torch.device("cpu")), build_pretrain_loader(args)
+
+
+def train(args, state, loader, epoch=0, guard=None):
+    return train_one_epoch(
+        state.model,
+        loader,
+        state.optimizer,
+        torch.device("cpu"),
+        epoch,
+        state.scaler,
+        cmm=state.cmm,
+        optimizer_cmm=state.optimizer_cmm,
+        loss_scaler_cmm=state.scaler_cmm,
+        loss_guard=guard or LossGuard(skip=args.amp == "fp16"),
+        args=args,
+    )
+
+
+def weights(network):
+    return torch.cat([p.detach().flatten() for p in network.parameters()]).clone()
+
+
+class Witness(NativeScalerWithGradNormCount):
+    """Notes, around a step, which of the two networks changed and whether the other one has gradients."""
+
+    def __init__(self, state):
+        super().__init__("cpu", enabled=False)
+        self.networks = {"mae": state.model, "cmm": state.cmm}
+        self.changed, self.with_gradient = [], []
+
+    def __call__(self, loss, optimizer, *args, update_grad=True):
+        before = {name: weights(network) for name, network in self.networks.items()}
+        loss.backward()
+        self.with_gradient.append(
+            {name for name, net in self.networks.items() if any(p.grad is not None for p in net.parameters())}
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+        after = {name: weights(network) for name, network in self.networks.items()}
+        self.changed.append({name for name in before if not torch.equal(before[name], after[name])})
+
+
+class PoisonedLoader:
+    """Passes a loader's batches on, with the images of chosen iterations not finite."""
+
+    def __init__(self, loader, poisoned, batches=None):
+        self.batches, self.length, self.poisoned = batches or loader, len(loader), poisoned
+        self.set_epoch = loader.set_epoch
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        for i, (imgs, labels) in enumerate(self.batches):
+            yield (imgs * torch.inf if i in self.poisoned else imgs), labels
+
+
+def test_each_step_changes_its_own_network_and_computes_gradients_for_no_other():
+    args, state, loader = setup()
+    state.scaler, state.scaler_cmm = Witness(state), Witness(state)
+    calls = []
+    state.cmm.register_forward_hook(lambda *_: calls.append(1))
+    train(args, state, loader)
+    assert state.scaler.changed == [{"mae"}] * 4
+    assert state.scaler_cmm.changed == [{"cmm"}] * 4
+    assert state.scaler.with_gradient == [{"mae"}] * 4
+    assert state.scaler_cmm.with_gradient == [{"cmm"}] * 4
+    assert len(calls) == 4, "one forward of the CMM per iteration"
+
+
+def test_between_its_updates_the_cmm_is_only_asked():
+    args, state, loader = setup("--cmm_every", 3, "--epochs", 1)
+    state.scaler, state.scaler_cmm = Witness(state), Witness(state)
+    graphs = []
+    state.cmm.register_forward_hook(lambda *call: graphs.append(call[-1].requires_grad))
+    stats = train(args, state, loader)
+    assert state.scaler.changed == [{"mae"}] * 4
+    assert state.scaler_cmm.changed == [{"cmm"}] * 2, "in the first and in the fourth iteration"
+    assert graphs == [True, False, False, True], "no graph is built in between"
+    assert stats["cmm/lambda_cl"] == pytest.approx(sum(1 - 1.1 * step / 4 for step in range(4)) / 4)
+
+
+def test_a_share_of_the_images_teaches_the_curriculum_and_all_the_rest():
+    args, state, loader = setup("--cmm_fraction", 0.25)
+    imgs = normalise(next(iter(loader))[0])
+    keep_prob = state.cmm(imgs).detach()
+    judged, here = images_to_judge(8, 0.25)
+    assert judged == here == [0, 4]
+    error = soft_error(state.model, imgs[[0, 4]], keep_prob[[0, 4]])
+    losses = cmm_losses(keep_prob, error, 0.5, args, judged)
+    removed = 1 - keep_prob[[0, 4]]
+    assert losses["cmm/curriculum"].item() == pytest.approx((0.5 * (removed * error).sum() / removed.sum()).item())
+    whole = cmm_losses(keep_prob, soft_error(state.model, imgs, keep_prob), 0.5, args)
+    for part in ("cmm/gauss", "cmm/kl", "cmm/div"):
+        assert losses[part] == whole[part]
+    seen = []
+    state.model.patch_embed.register_forward_hook(lambda *call: seen.append(len(call[1][0])))
+    train(args, state, loader)
+    assert seen == [8, 2] * 4
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.3, 0.5, 0.99, 1])
+@pytest.mark.parametrize("n", [1, 7, 64])
+def test_judged_images_are_spread_and_never_none(n, fraction):
+    rows = torch.arange(n)[images_to_judge(n, fraction)[1]].tolist()
+    assert len(rows) == len(set(rows)) == max(round(fraction * n), 1)
+    assert max(b - a for a, b in itertools.pairwise([*rows, n])) <= -(-n // len(rows))
+
+
+def test_checkpointing_changes_memory_and_nothing_else():
+    plain, checked = setup("--clip_grad", 1), setup("--clip_grad", 1, "--grad_checkpointing")
+    for args, state, loader in (plain, checked):
+        state.scaler_cmm = Witness(state)
+        train(args, state, loader)
+        assert state.scaler_cmm.with_gradient == [{"cmm"}] * 4
+    for network in ("model", "cmm"):
+        assert torch.equal(weights(getattr(plain[1], network)), weights(getattr(checked[1], network)))
+    imgs = normalise(next(iter(plain[2]))[0])
+
+    def kept(state):
+        """Numbers kept for the backward pass of an MAE step."""
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
+            state.model(imgs)
+        return sum(sizes)
+
+    assert kept(checked[1]) < 0.5 * kept(plain[1])
+
+
+def test_the_soft_pass_keeps_nothing_that_only_weight_gradients_need():
+    """A block's second layer needs its input, 4 times as wide, for its weights alone: only GELU's own input is kept."""
+    _, state, loader = setup()
+    imgs = normalise(next(iter(loader))[0])
+    keep_prob = state.cmm(imgs)
+
+    def wide_tensors(compute):
+        found = []
+        hidden = {block.mlp.fc1.out_features for block in [*state.model.blocks, *state.model.decoder_blocks]}
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t)
+        with hooks:
+            compute()
+        return len({t.data_ptr() for t in found if t.ndim >= 2 and t.shape[-1] in hidden and t.shape[0] in (8, 136)})
+
+    blocks = len(state.model.blocks) + len(state.model.decoder_blocks)
+    visible = torch.ones(8, 16, dtype=torch.bool)
+    assert wide_tensors(lambda: state.model(imgs, visible=visible)) == 2 * blocks
+    assert wide_tensors(lambda: soft_error(state.model, imgs, keep_prob)) == blocks
+
+
+def test_new_numbers_of_visible_tokens_are_not_compiled_anew(monkeypatch):
+    monkeypatch.setattr(Block, "compile", functools.partialmethod(Block.compile, backend="eager"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    _, state, loader = setup("--compile")
+    imgs = normalise(next(iter(loader))[0])
+    compiled = []
+    for most in range(2, 16):  # a batch with 1 to `most` visible tokens
+        visible = torch.arange(16) < torch.linspace(1, most, 8).round()[:, None]
+        state.model(imgs, visible=visible)[0].backward()
+        compiled.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert state.model.pad_to == 8
+    assert compiled[0] > 0
+    assert compiled[-1] <= 4, "an encoder's and a decoder's block, with and without padding"
+    torch._dynamo.reset()
+
+
+def test_biases_norms_and_tokens_have_no_weight_decay():
+    _, state, _ = setup("--weight_decay", 0.3)
+    for network, optimizer in ((state.model, state.optimizer), (state.cmm, state.optimizer_cmm)):
+        decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+        for name, p in network.named_parameters():
+            if p.requires_grad:
+                exempt = p.ndim == 1 or name in ("cls_token", "mask_token")
+                assert decay[id(p)] == (0.0 if exempt else 0.3), name
+        assert {group["betas"] for group in optimizer.param_groups} == {(0.9, 0.95)}
+
+
+def test_frozen_gives_the_weights_back():
+    _, state, _ = setup()
+    trainable = [name for name, p in state.model.named_parameters() if p.requires_grad]
+    with frozen(state.model):
+        assert not any(p.requires_grad for p in state.model.parameters())
+    assert [name for name, p in state.model.named_parameters() if p.requires_grad] == trainable
+
+
+def test_joint_loss_weighs_its_parts():
+    args, state, loader = setup("--lambda_gauss", 3, "--lambda_kl", 5, "--lambda_div", 7)
+    imgs = normalise(next(iter(loader))[0])
+    keep_prob = state.cmm(imgs)
+    losses = cmm_losses(keep_prob, soft_error(state.model, imgs, keep_prob), -0.5, args)
+    parts = {name.split("/")[1]: value.item() for name, value in losses.items()}
+    assert parts["loss"] == pytest.approx(
+        parts["curriculum"] + 3 * parts["gauss"] + 5 * parts["kl"] + 7 * parts["div"], rel=1e-5
+    )
+    assert parts["curriculum"] < 0
+
+
+def test_what_stays_visible():
+    args, _, _ = setup("--mask_ratio", 0.6)
+    keep_prob = torch.rand(3, 10)
+    imgs = torch.zeros(3, 3, 16, 16)
+    assert torch.equal(choose_masking(imgs, keep_prob, 10, 0, 0, args)["visible"], keep_prob >= 0.5)
+
+    args, state, loader = setup("--select", "topk", "--mask_ratio", 0.6)
+    imgs = normalise(next(iter(loader))[0])
+    keep_prob = state.cmm(imgs)  # 16 patches, int(16 * 0.4) = 6 stay
+    _, _, mask = state.model(imgs, 0.6, **choose_masking(imgs, keep_prob, 16, 0, 0, args))
+    largest = keep_prob.topk(6).indices
+    assert torch.equal((mask == 0).sum(dim=1), torch.full((8,), 6))
+    assert (mask.gather(1, largest) == 0).all()
+
+
+def test_random_masks_are_a_function_of_seed_epoch_and_iteration():
+    args, _, _ = setup("--masking", "random")
+    imgs = torch.zeros(3, 3, 16, 16)
+    draws = [
+        choose_masking(imgs, None, 16, epoch, iteration, args)["noise"] for epoch, iteration in [(0, 0), (0, 1), (1, 0)]
+    ]
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(draws, 2))
+    torch.rand(10)
+    assert torch.equal(choose_masking(imgs, None, 16, 0, 1, args)["noise"], draws[1])
+
+
+@pytest.mark.parametrize("masking", ["curriculum", "random"])
+def test_accumulation_averages_over_micro_batches(masking):
+    """One update from two micro-batches equals one from the mean of their losses."""
+    args, state, loader = setup("--masking", masking, "--accum_iter", 2, "--batch_size", 16)
+    _, expected, _ = setup("--masking", masking, "--accum_iter", 2, "--batch_size", 16)
+    total = 0
+    for i, (pixels, _) in enumerate(loader):
+        imgs = normalise(pixels)
+        keep_prob = expected.cmm(imgs) if expected.cmm else None
+        total = total + expected.model(imgs, args.mask_ratio, **choose_masking(imgs, keep_prob, 16, 0, i, args))[0] / 2
+    expected.scaler(total, expected.optimizer)
+    train(args, state, loader)
+    assert torch.allclose(weights(state.model), weights(expected.model), atol=1e-6)
+    assert not torch.allclose(weights(state.model), weights(build_state(args, torch.device("cpu")).model), atol=1e-6)
+
+
+def test_incomplete_accumulation_is_left_out():
+    args, state, loader = setup("--accum_iter", 3)  # 4 micro-batches: one update, one left over
+    state.scaler = Witness(state)
+    stats = train(args, state, loader)
+    assert len(state.scaler.changed) == 3
+    assert stats["cmm/lambda_cl"] == 1.0, "the schedule counts updates: this is the first of two"
+
+
+def test_curriculum_falls_over_the_run_and_can_be_switched_off():
+    args, state, loader = setup("--lambda_cl_end", -1)
+    stats = [train(args, state, loader, epoch) for epoch in range(2)]  # 4 steps each: 1, 0.75, 0.5, 0.25; 0, ...
+    assert [s["cmm/lambda_cl"] for s in stats] == pytest.approx([0.625, -0.375])
+    args, state, loader = setup("--no_curriculum")
+    stats = train(args, state, loader)
+    assert stats["cmm/lambda_cl"] == stats["cmm/curriculum"] == 0
+
+
+def test_learning_rates_follow_their_schedules():
+    args, state, loader = setup("--warmup_epochs", 1)
+    first, second = (train(args, state, loader, epoch) for epoch in range(2))
+    assert first["lr"] == first["cmm/lr"] == pytest.approx(1e-3 * (0 + 0.25 + 0.5 + 0.75) / 4)
+    assert second["cmm/lr"] == pytest.approx(1e-3), "constant after warm-up"
+    assert second["lr"] < 0.7e-3, "half a cosine"
+    args, state, loader = setup("--warmup_epochs", 1, "--cmm_schedule", "cosine")
+    second = train(args, state, loader, 1)
+    assert second["cmm/lr"] == second["lr"]
+
+
+@pytest.mark.parametrize("flags", [("--masking", "random"), ("--select", "topk")])
+def test_no_step_waits_for_the_device(monkeypatch, flags):
+    """Values leave the device once per report, and nothing else does. (With --select threshold the length of the
+    sequence does too, once per step: there is no other way to know it.)"""
+    args, state, loader = setup(*flags, "--batch_size", 2)
+    loader = PoisonedLoader(loader, set(), batches=list(loader))  # what the loader does is on the host anyway
+    waits = []
+    for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__"):
+        original = getattr(torch.Tensor, name)
+
+        def spy(tensor, *args, _name=name, _original=original, **kwargs):
+            waits.append(_name)
+            return _original(tensor, *args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, name, spy)
+    train(args, state, loader)  # 16 iterations, one report
+    assert waits == ["tolist"]
+
+
+@pytest.mark.parametrize("amp", ["bf16", "fp16"])
+def test_mixed_precision_computes_the_losses_in_float32(amp):
+    args, state, loader = setup("--amp", amp)
+    dtypes = set()
+    for scaler in (state.scaler, state.scaler_cmm):
+        original = scaler._scaler.scale
+        scaler._scaler.scale = lambda loss, original=original: (dtypes.add(loss.dtype), original(loss))[1]
+    stats = train(args, state, loader)
+    assert dtypes == {torch.float32}
+    args, state, loader = setup("--amp", "off")
+    exact = train(args, state, loader)
+    assert stats["loss"] == pytest.approx(exact["loss"], rel=0.05)
+    assert stats["loss"] != exact["loss"], "mixed precision was in use"
+
+
+def test_loss_that_is_not_finite_stops_the_run():
+    args, state, loader = setup()
+    with pytest.raises(TrainingDiverged, match=r"step 2 .*last finite losses were: loss [\d.]+, cmm/loss"):
+        train(args, state, PoisonedLoader(loader, {2}))
+
+
+def test_under_fp16_the_step_is_skipped_and_counted():
+    args, state, loader = setup("--amp", "fp16")
+    guard = LossGuard(skip=True)
+    stats = train(args, state, PoisonedLoader(loader, {1, 2}), guard=guard)
+    assert guard.skipped == 2
+    assert torch.isfinite(weights(state.model)).all()
+    assert torch.isfinite(weights(state.cmm)).all()
+    assert 0 < stats["loss"] < 10

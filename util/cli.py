@@ -1,0 +1,305 @@
+"""The command line: flags, errors, logging, progress, and how a program starts and ends. Nothing here imports torch,
+so that --help and a mistake in a flag are answered at once."""
+
+import argparse
+import datetime
+import json
+import logging
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NoReturn, TypeVar
+
+from tqdm import tqdm
+
+logger = logging.getLogger("clmae")
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # requests for an orderly stop
+LOG_INTERVAL = 20  # iterations between reports
+Item = TypeVar("Item")
+
+
+class UserError(ValueError):
+    """A mistake in a flag or file. The message names the flag or file and says what to do."""
+
+    exit_code = 2
+
+
+class TrainingDiverged(RuntimeError):
+    """The loss or the weights are no longer finite; training on would only produce useless checkpoints."""
+
+    exit_code = 3
+
+
+class Interrupted(RuntimeError):
+    """A signal asked the run to stop, and its state is saved: `--resume auto` continues from here."""
+
+    exit_code = 75  # EX_TEMPFAIL in sysexits.h: try again
+
+    def __init__(self, message: str, received: set[signal.Signals]):
+        super().__init__(message)
+        self.received = received
+
+
+# --- Flags ---
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Shows defaults that say something; an unset flag's help text explains what happens without it."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text = action.help or ""
+        silent = action.default in (None, "", argparse.SUPPRESS) or isinstance(action.default, bool)
+        return text if silent or "default" in text else f"{text} (default: %(default)s)"
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse that answers a bad flag in one sentence and takes --some-flag for --some_flag."""
+
+    def __init__(self, *args, **kwargs):
+        kwargs.setdefault("formatter_class", HelpFormatter)
+        super().__init__(*args, allow_abbrev=False, **kwargs)
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[override]
+        argv = sys.argv[1:] if args is None else args
+        return super().parse_known_args([self.with_underscores(word) for word in argv], namespace)
+
+    def with_underscores(self, word: str) -> str:
+        flag, equals, value = word.partition("=")
+        underscored = "--" + flag[2:].replace("-", "_")
+        known = flag.startswith("--") and underscored in self._option_string_actions
+        return underscored + equals + value if known else word
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(UserError.exit_code, f"{self.prog}: {message} (see --help)\n")
+
+
+def number(
+    kind: type = float,
+    *,
+    above: float | None = None,
+    at_least: float | None = None,
+    below: float | None = None,
+    at_most: float | None = None,
+) -> Callable[[str], float]:
+    """A type for argparse: a finite int or float within bounds. The message of a bad value states the bounds."""
+    bounds = {"above": above, "at least": at_least, "below": below, "at most": at_most}
+    demand = " and ".join(f"{name} {bound:g}" for name, bound in bounds.items() if bound is not None)
+    noun = "a whole number" if kind is int else "a number"
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {noun}") from None
+        if (
+            not math.isfinite(value)
+            or (above is not None and value <= above)
+            or (at_least is not None and value < at_least)
+            or (below is not None and value >= below)
+            or (at_most is not None and value > at_most)
+        ):
+            raise argparse.ArgumentTypeError(f"{text} must be {demand}" if demand else f"{text} must be finite")
+        return value
+
+    return parse
+
+
+positive = number(above=0)
+non_negative = number(at_least=0)
+fraction = number(above=0, at_most=1)
+probability = number(at_least=0, at_most=1)
+count = number(int, at_least=1)
+count_or_zero = number(int, at_least=0)
+seed_number = number(int, at_least=0)
+
+
+def answer_early(name: str, get_args_parser: Callable[[], argparse.ArgumentParser]) -> None:
+    """In the program that was started (`name` is its __name__), answer --help and bad flags before heavy imports."""
+    if name == "__main__":
+        get_args_parser().parse_args()
+
+
+# --- Start and end of a program ---
+
+
+def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser) -> None:
+    """Parse the flags and call `main`. A user's mistake ends in one sentence, an internal fault in a traceback."""
+    args = parser.parse_args()
+    setup_logging()
+    try:
+        main(args)
+    except (UserError, TrainingDiverged) as error:
+        if int(os.environ.get("RANK", 0)) > 0:
+            # Every process makes the same mistake. The launcher ends the others once the first has reported it.
+            time.sleep(2)
+        logger.error("%s", error)
+        tell_torchrun(str(error))
+        leave(error.exit_code)
+    except Interrupted as error:
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)  # it is stopping already
+        logger.warning("%s", error)
+        leave(error.exit_code, together=True)
+    except KeyboardInterrupt:
+        logger.error("interrupted")
+        leave(130)
+    except Exception as error:
+        if process_group() is None:
+            end_children()
+            raise
+        report_failure(error)
+        leave(1)
+    leave(0, together=True)
+
+
+def process_group():
+    """torch.distributed where several processes have joined, else None; without importing torch."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed if distributed and distributed.is_available() and distributed.is_initialized() else None
+
+
+def report_failure(error: Exception) -> None:
+    """Say which of several processes failed, and why, or that it lost another one."""
+    rank = os.environ.get("RANK", "?")
+    if lost_another(error):
+        logger.error("process %s: another process is gone (%s)", rank, str(error).splitlines()[0])
+        return
+    logger.error("process %s failed:\n%s", rank, traceback.format_exc())
+    tell_torchrun(traceback.format_exc())
+
+
+def tell_torchrun(text: str) -> None:
+    """Put `text` into the summary that torchrun prints, which otherwise buries it under a traceback of its own."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": message}, file)
+
+
+def lost_another(error: Exception) -> bool:
+    """Whether this error only echoes the end of another process."""
+    return isinstance(error, RuntimeError) and "by peer" in str(error)  # gloo: "Connection closed", "reset by peer"
+
+
+def leave(code: int, together: bool = False) -> None:
+    """End the program. Unless all processes do so `together`, the others may be waiting for this one and its own
+    clean-up for them, so nothing is cleaned up and the launcher learns of it at once."""
+    end_children()
+    distributed = process_group()
+    if distributed is not None:
+        if not together:
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+        distributed.destroy_process_group()
+    if code:
+        sys.exit(code)
+
+
+def end_children() -> None:
+    """End loaders that an error left behind. They ignore SIGTERM, which multiprocessing would send them at exit."""
+    children = multiprocessing.active_children()
+    if children:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report each one as a failure
+    for child in children:
+        child.kill()
+
+
+# --- Logging ---
+
+
+class LineHandler(logging.StreamHandler):
+    """Writes above a progress bar, if there is one. (tqdm's own redirection would merge the two streams below.)"""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            tqdm.write(self.format(record), file=self.stream)
+            self.flush()
+        except Exception:  # as logging's own handlers do: a closed terminal must not end a run
+            self.handleError(record)
+
+
+def setup_logging() -> None:
+    """Progress to standard output, problems to standard error; with the time of day where no one is watching."""
+    stamp = "" if sys.stdout.isatty() else "%(asctime)s  "
+    progress = LineHandler(sys.stdout)
+    progress.addFilter(lambda record: record.levelno < logging.WARNING)
+    progress.setFormatter(logging.Formatter(stamp + "%(message)s", "%Y-%m-%d %H:%M:%S"))
+    problems = LineHandler(sys.stderr)
+    problems.setLevel(logging.WARNING)
+    problems.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    logger.handlers[:] = [progress, problems]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
+def silence() -> None:
+    """For all processes but the first, which speaks for them."""
+    logger.setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+
+
+class Progress:
+    """A bar on a terminal; in a log file, a line per report. Both show the time left."""
+
+    BAR = "{desc} {percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt}  {remaining} left{postfix}"
+    ON_BAR = ("loss", "images/s")  # what fits beside the bar in 100 columns
+
+    def __init__(self, header: str, total: int, images_per_iteration: int, done: int = 0):
+        self.header, self.total, self.images = header, total, images_per_iteration
+        self.done = self._done_before = self._reported = done
+        self._start = self._last = time.monotonic()
+        hidden = not (sys.stdout.isatty() and sys.stderr.isatty() and logger.isEnabledFor(logging.INFO))
+        self.bar = tqdm(
+            total=total, initial=done, desc=header, leave=False, disable=hidden, bar_format=self.BAR, dynamic_ncols=True
+        )
+
+    def advance(self) -> None:
+        self.done += 1
+        self.bar.update()
+
+    def images_per_second(self) -> float:
+        """Since the last call."""
+        now = time.monotonic()
+        rate = self.images * (self.done - self._reported) / max(now - self._last, 1e-9)
+        self._last, self._reported = now, self.done
+        return rate
+
+    def report(self, values: Mapping[str, float]) -> None:
+        """Update the bar, or log a line; the end of the loop is left to whoever sums it up."""
+        if not self.bar.disable:
+            few = values if len(values) == 1 else {name: values[name] for name in self.ON_BAR if name in values}
+            self.bar.set_postfix({name: f"{value:.4g}" for name, value in few.items()})
+        elif self.done < self.total:
+            seconds_each = (time.monotonic() - self._start) / (self.done - self._done_before)
+            left = datetime.timedelta(seconds=int(seconds_each * (self.total - self.done)))
+            text = "  ".join(f"{name}: {value:.4g}" for name, value in values.items())
+            logger.info("%s [%d/%d]  %s left  %s", self.header, self.done, self.total, left, text)
+
+    def close(self) -> None:
+        self.bar.close()
+
+
+def tracked(items: Iterable[Item], header: str | None, total: int, size: int, rate_name: str) -> Iterator[Item]:
+    """Yields `total` items of `size` things each and reports how fast they go, under `header` if there is one."""
+    if header is None:
+        yield from items
+        return
+    progress = Progress(header, total, size)
+    try:
+        for item in items:
+            yield item
+            progress.advance()
+            if progress.done % LOG_INTERVAL == 0:
+                progress.report({rate_name: progress.images_per_second()})
+    finally:
+        progress.close()

@@ -1,0 +1,1 @@
+"""From files to pixels: sources, decoding, augmentation, built-in shapes."""

@@ -1,0 +1,1 @@
+"""From a checkpoint to a number: subject, features, neighbours, metrics, results, comparisons, tables."""

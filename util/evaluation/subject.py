@@ -1,0 +1,181 @@
+"""What the evaluations share: the frozen encoder, the labelled data, and the features that join them."""
+
+from argparse import Namespace
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from models_vit import SIZES, VisionTransformer, find_checkpoint, infer_model, load_encoder
+from util.arguments import (
+    add_data_arguments,
+    add_distributed_arguments,
+    add_encoder_arguments,
+    add_machine_arguments,
+    add_result_arguments,
+    check_shared_args,
+)
+from util.cli import ArgumentParser, UserError, logger
+from util.data.sources import image_names
+from util.datasets import ImageDataset, build_eval_dataset
+from util.evaluation.features import FeatureCache, FeatureSet, extract_features, file_hash, fingerprint
+from util.misc import amp_dtype, file_name, init_distributed_mode, precision
+
+
+def add_evaluation_arguments(parser: ArgumentParser) -> None:
+    add_encoder_arguments(parser)
+    add_data_arguments(parser)
+    add_result_arguments(parser)
+    add_machine_arguments(parser)
+    add_distributed_arguments(parser)
+
+
+@dataclass
+class Subject:
+    """What is judged, and on what: an encoder, the training images and the test images ("val") of a labelled set."""
+
+    args: Namespace
+    encoder: VisionTransformer
+    device: torch.device
+    checkpoint: Path | None
+    checkpoint_sha256: str | None
+    datasets: dict[str, ImageDataset]
+    names: dict[str, list[str]]  # of all images, by split
+    cache: FeatureCache
+
+    @property
+    def classes(self) -> list[str]:
+        return self.datasets["train"].source.classes
+
+    @property
+    def data_name(self) -> str:
+        if self.args.data_name:
+            return self.args.data_name
+        return Path(self.args.data_path).resolve().name if self.args.data_set == "folder" else self.args.data_set
+
+    @property
+    def file_name(self) -> str:
+        """The data's name, fit for a file."""
+        return file_name(self.data_name)
+
+    def settings(self) -> dict:
+        """All that makes this encoder's features what they are, but for its weights and the images."""
+        args = self.args
+        return {
+            "model": args.model,
+            "pooling": "global_pool" if args.global_pool else "cls_token",
+            "input_size": list(args.input_size),
+            "precision": precision(args.amp, self.device),
+        }
+
+    def data_settings(self) -> dict:
+        """How the images were chosen, as far as flags say so."""
+        names = ("split",) if self.args.split else ()
+        names += ("max_images",) if self.args.max_images else ()
+        names += ("split_seed",) if names else ()
+        names += ("num_classes", "class_seed") if self.args.num_classes else ()
+        names += ("class_list",) if self.args.class_list else ()
+        return {name: getattr(self.args, name) for name in names}
+
+    def fingerprint(self, split: str) -> str:
+        return fingerprint(self.datasets[split].source, self.names[split])
+
+    def features(self, split: str) -> FeatureSet:
+        """Of the centre crops of a split; extracted once, by all processes together."""
+        dataset, args = self.datasets[split], self.args
+        depends_on = {
+            **self.settings(),
+            "checkpoint": self.checkpoint_sha256 or f"random weights, seed {args.seed}",
+            "transform": repr(dataset.transform),
+            "mode": dataset.mode,
+            "images": self.fingerprint(split),
+        }
+        extract = partial(
+            extract_features,
+            self.encoder.forward_features,
+            dataset,
+            list(range(len(dataset))),
+            width=self.encoder.embed_dim,
+            device=self.device,
+            amp=amp_dtype(args.amp, self.device),
+            batch_size=args.batch_size,
+            num_workers=args.num_workers,
+            pin_mem=args.pin_mem and self.device.type == "cuda",
+            header=f"features of {split}",
+        )
+        found = self.cache.get(split, depends_on, extract)
+        unreadable = len(dataset) - len(found)
+        if unreadable > args.max_bad_images:  # a cached file may be of a run with a higher limit
+            raise UserError(f"{unreadable} images of {split} cannot be read, more than --max_bad_images allows")
+        if unreadable:
+            logger.info("%d unreadable images of %s are left out", unreadable, split)
+        return found
+
+
+def open_subject(args: Namespace, drop_path: float = 0.0) -> Subject:
+    """Read the flags, the checkpoint and the file lists; fails here, before any work, if something is amiss."""
+    check_shared_args(args)
+    device = init_distributed_mode(args)
+    checkpoint = find_checkpoint(args.finetune) if args.finetune else None
+    encoder = load_encoder(
+        checkpoint,
+        model=args.model,
+        input_size=args.input_size,
+        in_chans=args.in_chans,
+        global_pool=args.global_pool,
+        seed=args.seed,
+        drop_path=drop_path,
+    )
+    return subject_of(encoder, checkpoint, device, args)
+
+
+def subject_of(encoder: VisionTransformer, checkpoint: Path | None, device: torch.device, args: Namespace) -> Subject:
+    """The same with an encoder that is loaded already, from the file `checkpoint`."""
+    # From here on the flags say what is used, whether it was given or inferred.
+    args.model = args.model or infer_model(encoder.state_dict(), str(checkpoint))
+    args.input_size = list(encoder.patch_embed.img_size)
+    args.in_chans = encoder.patch_embed.proj.in_channels
+    datasets = {split: labelled(build_eval_dataset(args, split), args) for split in ("train", "val")}
+    subject = Subject(
+        args,
+        encoder.to(device),
+        device,
+        checkpoint,
+        file_hash(checkpoint) if checkpoint else None,
+        datasets,
+        names={split: image_names(dataset.source, args, split) for split, dataset in datasets.items()},
+        cache=FeatureCache(feature_folder(args)),
+    )
+    describe(subject)
+    return subject
+
+
+def feature_folder(args: Namespace) -> Path | None:
+    """Where features are kept. A program that trains the encoder has none to keep, and no such flags."""
+    if "no_cache" not in args or args.no_cache:
+        return None
+    folder = args.cache_dir or (Path(args.output_dir) / "features" if args.output_dir else None)
+    return Path(folder) if folder else None
+
+
+def labelled(dataset: ImageDataset, args: Namespace) -> ImageDataset:
+    if not dataset.source.classes:
+        raise UserError(f"--data_path {args.data_path} has no class folders, so there are no labels to judge by")
+    return dataset
+
+
+def describe(subject: Subject) -> None:
+    settings = subject.settings()
+    logger.info(
+        "%s (%s, width %d, %s) from %s",
+        settings["model"],
+        settings["pooling"],
+        SIZES[settings["model"]][1],
+        "x".join(map(str, settings["input_size"])) + " px",
+        subject.checkpoint or f"random weights, seed {subject.args.seed}",
+    )
+    train, test = (len(subject.datasets[split]) for split in ("train", "val"))
+    logger.info(
+        "%s: %d training and %d test images of %d classes", subject.data_name, train, test, len(subject.classes)
+    )

@@ -1,0 +1,67 @@
+"""Curves of a run over its epochs, from the log.txt that it leaves."""
+
+import json
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from util.cli import UserError
+from util.plots.style import COLOURS, MARKERS, verbatim
+
+# Title, key in log.txt, the line where a run aims at or changes sides, and what that line means.
+PANELS = (
+    ("curriculum weight $\\lambda_{CL}$", "train_cmm_lambda_cl", 0.0, "neutral"),
+    ("error of hidden patches / of random ones", "mask_error_vs_random", 1.0, "below: partner, above: adversary"),
+    ("reconstruction error (training loss)", "train_loss", None, ""),
+    ("visible fraction", "train_mask_visible", None, ""),
+    ("distance of masks (Hamming)", "train_mask_hamming", None, ""),
+    ("decisive share of Z", "train_mask_decisive", None, ""),
+)
+
+
+def read_log(path: Path) -> list[dict]:
+    """The lines of a run's log.txt, given its folder, a checkpoint in it, or the file."""
+    folder = path if path.is_dir() else path.parent
+    log = path if path.name == "log.txt" else folder / "log.txt"
+    try:
+        lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    except OSError as error:
+        raise UserError(f"--curve needs {log}, which a run writes: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"{log} is not a run's log: {error}") from None
+    if not lines or not all(isinstance(line, dict) and "epoch" in line for line in lines):
+        raise UserError(f"{log} has no epochs yet")
+    return lines
+
+
+def curve_figure(logs: dict[str, list[dict]]) -> Figure:
+    """A panel for each figure that tells how a curriculum goes, and in it a curve for each run that has it."""
+    figure = Figure(figsize=(11, 5.6), layout="constrained")
+    for axes, (title, key, line, meaning) in zip(figure.subplots(2, 3).flat, PANELS, strict=True):
+        for at, (name, log) in enumerate(logs.items()):
+            points = [(entry["epoch"] + 1, entry[key]) for entry in log if key in entry]
+            style = {"color": COLOURS[at % len(COLOURS)], "marker": MARKERS[at % len(MARKERS)]}
+            axes.plot(*zip(*points, strict=True) if points else ([], []), **style, markersize=3, label=verbatim(name))
+        if line is not None:
+            axes.axhline(line, color="0.6", linewidth=1, linestyle="--")
+            axes.text(
+                0.02,
+                line,
+                meaning,
+                transform=axes.get_yaxis_transform(),
+                fontsize=7,
+                color="0.4",
+                ha="left",
+                va="bottom",
+            )
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("epochs", fontsize=9)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(color="0.92")
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        if not any(len(curve.get_xdata()) for curve in axes.lines[: len(logs)]):
+            axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", color="0.5")
+    figure.axes[2].legend(frameon=False, fontsize=9)
+    return figure

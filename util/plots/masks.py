@@ -1,0 +1,276 @@
+"""Figures of masks and reconstructions: rows of images, many masks at once, and one mask over training."""
+
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from matplotlib.animation import FuncAnimation, PillowWriter
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.figure import Figure
+from torchvision.utils import make_grid
+
+from masking import mask_health
+from models_mae import MaskedAutoencoderViT
+from util.datasets import pixel_statistics
+from util.plots.snapshot import Snapshot
+
+HEAT = "viridis"  # Z from 0, hidden, to 1, visible: as even in grey and to the colour-blind as in colour
+TILE, LABEL, BAR, TITLE, GAP = 1.0, 1.3, 0.75, 0.34, 0.04  # inches: an image, margins, a block's title, between rows
+MARGIN, NOTE, NARROWEST = 0.08, 0.17, 4.8  # inches: around all, for a line of a note, and for a title
+CHARACTERS = 16  # of a note, per inch
+HIDDEN = 0.9  # a light grey, which few photographs have
+
+
+@dataclass
+class Block:
+    """What is drawn of one snapshot: N images of H x W pixels in h x w patches, all as arrays in [0, 1]."""
+
+    title: str
+    images: np.ndarray  # [N, H, W, 3]
+    keep_prob: np.ndarray | None  # Z [N, h, w]
+    visible: np.ndarray  # [N, h, w], 1 is visible
+    reconstructed: np.ndarray  # [N, H, W, 3]
+    health: dict[str, float]  # of these masks
+    note: str  # what a reader must know about the reconstructions
+
+    def rows(self) -> dict[str, np.ndarray]:
+        """The rows of the figure by their labels."""
+        rows = {"image": self.images}
+        if self.keep_prob is not None:
+            rows["Z"] = self.per_pixel(self.keep_prob)
+        masked = np.where(self.per_pixel(self.visible)[..., None] > 0.5, self.images, HIDDEN)
+        return {**rows, "mask": masked, "reconstruction": self.reconstructed}
+
+    def per_pixel(self, values: np.ndarray) -> np.ndarray:
+        """A value for each patch [N, h, w] as one for each pixel [N, H, W]."""
+        patch = self.images.shape[1] // self.visible.shape[1]
+        return values.repeat(patch, axis=1).repeat(patch, axis=2)
+
+
+def draw_block(snapshot: Snapshot, imgs: torch.Tensor, seed: int = 0, true_stats: bool = False) -> Block:
+    """Mask and reconstruct normalised images [N, C, H, W]."""
+    done, model = snapshot.mask(imgs, seed), snapshot.model
+    grid = model.patch_embed.grid_size
+    restored = reconstruction(model, imgs, done.pred, done.mask, true_stats)
+    images, restored = (as_rgb(x).permute(0, 2, 3, 1).cpu().numpy() for x in (imgs, restored))
+    visible = (1 - done.mask).reshape(-1, *grid).cpu().numpy()
+    return Block(
+        snapshot.title,
+        images,
+        None if done.keep_prob is None else done.keep_prob.reshape(-1, *grid).cpu().numpy(),
+        visible,
+        restored,
+        {name: value.item() for name, value in mask_health(done.mask, done.keep_prob).items()},
+        reconstruction_note(model.norm_pix_loss, true_stats),
+    )
+
+
+def reconstruction_note(normalised: bool, true_stats: bool) -> str:
+    """What a reader must know about the brightness of predicted patches."""
+    if not normalised:
+        return ""
+    if true_stats:
+        return (
+            "Predicted patches have the true mean and spread of the patches they replace, which the model cannot know."
+        )
+    return "The model predicts normalised patches; here they have the mean and spread of the image's visible pixels."
+
+
+def masks_figure(blocks: list[Block]) -> Figure:
+    """A block for each snapshot, with a row each for images, Z, masks and reconstructions, and a column per image."""
+    number, height, width, _ = blocks[0].images.shape
+    tile_height = TILE * height / width
+    strip_width = number * TILE
+    size_x = max(LABEL + strip_width + BAR, NARROWEST)
+    notes = [
+        line
+        for note in dict.fromkeys(block.note for block in blocks if block.note)
+        for line in textwrap.wrap(note, int(CHARACTERS * (size_x - 2 * MARGIN)))
+    ]
+    size_y = 2 * MARGIN + sum(TITLE + len(block.rows()) * (tile_height + GAP) for block in blocks) + NOTE * len(notes)
+    figure = Figure(figsize=(size_x, size_y))
+    top = size_y - MARGIN
+    for block in blocks:
+        top -= TITLE
+        figure.text(MARGIN / size_x, (top + 0.08) / size_y, block.title, fontsize=11, fontweight="bold")
+        for label, tiles in block.rows().items():
+            top -= tile_height
+            axes = figure.add_axes((LABEL / size_x, top / size_y, strip_width / size_x, tile_height / size_y))
+            draw_strip(axes, side_by_side(tiles))
+            axes.text(-0.1 / strip_width, 0.5, label, transform=axes.transAxes, ha="right", va="center", fontsize=10)
+            if label == "Z":
+                place = ((LABEL + strip_width + 0.1) / size_x, top / size_y, 0.1 / size_x, tile_height / size_y)
+                add_heat_bar(figure, figure.add_axes(place))
+            top -= GAP
+    figure.text(MARGIN / size_x, MARGIN / size_y, "\n".join(notes), fontsize=8, color="0.3")
+    return figure
+
+
+def side_by_side(tiles: np.ndarray, gap: int | None = None) -> np.ndarray:
+    """Tiles [N, H, W, ...] in a row, with gaps that are not drawn."""
+    gap = max(tiles.shape[2] // 24, 1) if gap is None else gap
+    space = np.full((*tiles.shape[:2], gap, *tiles.shape[3:]), np.nan)
+    row = np.concatenate([tiles, space], axis=2)
+    return np.concatenate(list(row), axis=1)[:, :-gap]
+
+
+def draw_strip(axes: Axes, pixels: np.ndarray) -> None:
+    """Colours [H, W, 3], or values [H, W] in [0, 1]; what is not a number stays white."""
+    if pixels.ndim == 3:
+        pixels = np.nan_to_num(pixels, nan=1.0)
+    axes.imshow(pixels, cmap=HEAT, vmin=0, vmax=1, interpolation="nearest", aspect="auto")
+    axes.set(xticks=[], yticks=[])
+    axes.spines[:].set_visible(False)
+
+
+def add_heat_bar(figure: Figure, axes: Axes) -> None:
+    bar = figure.colorbar(ScalarMappable(cmap=HEAT), cax=axes, ticks=[0, 1])
+    bar.ax.set_yticklabels(["hidden", "visible"], fontsize=8)
+    bar.ax.tick_params(length=0, pad=2)
+    bar.outline.set_visible(False)
+
+
+def diversity_figure(blocks: list[Block]) -> Figure:
+    """Many images' masks, a square of them for each snapshot: equal masks, mode collapse, are seen at a glance."""
+    side = int(np.ceil(len(blocks[0].visible) ** 0.5))
+    columns = min(len(blocks), 4)
+    rows = -(-len(blocks) // columns)
+    figure = Figure(figsize=(3.4 * columns, 3.9 * rows + 0.5), layout="constrained")
+    figure.get_layout_engine().set(h_pad=0.15)  # or the first line of a title would be cut
+    for block, axes in zip(blocks, figure.subplots(rows, columns, squeeze=False).flat, strict=False):
+        masks = wall(block.visible, side)
+        draw_strip(axes, masks)
+        axes.set_box_aspect(masks.shape[0] / masks.shape[1])
+        n = len(block.visible)
+        distinct = round(n * block.health["distinct"])
+        axes.set_title(
+            f"{block.title}\n{distinct} of {n} masks differ, distance {block.health['hamming']:.2f}", fontsize=9
+        )
+    for axes in figure.axes[len(blocks) :]:
+        axes.set_axis_off()
+    figure.supxlabel(
+        "Each square is one image's mask: yellow patches are visible, dark ones hidden.\n"
+        "Distance: the share of patches in which two masks differ, on average.",
+        fontsize=9,
+    )
+    return figure
+
+
+def positions_figure(blocks: list[Block]) -> Figure:
+    """How often each position is visible: masks made for the place, not for the image, are seen at a glance."""
+    columns = min(len(blocks), 4)
+    rows = -(-len(blocks) // columns)
+    figure = Figure(figsize=(3.4 * columns, 3.6 * rows + 0.6), layout="constrained")
+    figure.get_layout_engine().set(h_pad=0.15)
+    for block, axes in zip(blocks, figure.subplots(rows, columns, squeeze=False).flat, strict=False):
+        share = block.visible.mean(axis=0)
+        draw_strip(axes, share)
+        axes.set_box_aspect(share.shape[0] / share.shape[1])
+        axes.set_title(
+            f"{block.title}\n{(share == 0).mean():.0%} of the positions never visible, "
+            f"{(share == 1).mean():.0%} always",
+            fontsize=9,
+        )
+    for axes in figure.axes[len(blocks) :]:
+        axes.set_axis_off()
+    n = len(blocks[0].visible)
+    figure.supxlabel(
+        f"How often a patch is visible in {n} images, from never (dark) to always (yellow).\n"
+        f"Random masks show all positions equally often.",
+        fontsize=9,
+    )
+    return figure
+
+
+def wall(tiles: np.ndarray, side: int) -> np.ndarray:
+    """Tiles [N, h, w] in rows of `side`, with gaps that are not drawn."""
+    missing = -len(tiles) % side
+    tiles = np.concatenate([tiles, np.full((missing, *tiles.shape[1:]), np.nan)])
+    rows = [
+        np.pad(side_by_side(row, 1), ((0, 1), (0, 0)), constant_values=np.nan)
+        for row in np.split(tiles, len(tiles) // side)
+    ]
+    return np.concatenate(rows)[:-1]
+
+
+def animation(blocks: list[Block], path: Path, frames_per_second: float = 2) -> None:
+    """A GIF with a frame for each block: its first image, Z, mask and reconstruction."""
+    labels = list(blocks[0].rows())
+    _, height, width, _ = blocks[0].images.shape
+    tile = 1.8
+    figure = Figure(figsize=(tile * len(labels), tile * height / width + 0.85), layout="constrained")
+    all_axes = figure.subplots(1, len(labels), squeeze=False)[0]
+    figure.supxlabel(blocks[0].note, fontsize=6, color="0.3")
+
+    def draw(block: Block) -> None:
+        figure.suptitle(block.title, fontsize=10)
+        for axes, (label, tiles) in zip(all_axes, block.rows().items(), strict=True):
+            axes.clear()
+            draw_strip(axes, tiles[0])
+            axes.set_box_aspect(height / width)
+            axes.set_title(label, fontsize=9)
+
+    frames = [*blocks, *blocks[-1:] * 3]  # the end is held for a while
+    FuncAnimation(figure, draw, frames=frames, init_func=lambda: None).save(
+        path, PillowWriter(frames_per_second), dpi=100
+    )
+
+
+def reconstruction(
+    model: MaskedAutoencoderViT,
+    imgs: torch.Tensor,
+    pred: torch.Tensor,
+    mask: torch.Tensor,
+    true_stats: bool = False,
+) -> torch.Tensor:
+    """Images [N, C, H, W] with the removed patches replaced by their prediction [N, L, P].
+
+    A model of normalised patches predicts no brightness or contrast. Here each image's predictions get the mean and
+    spread of its visible pixels, which the model has seen. `true_stats` gives them the removed patches' own instead,
+    which leaks what the model cannot know.
+    """
+    patches = model.patchify(imgs)
+    removed = mask.unsqueeze(-1)  # [N, L, 1], 0 is keep, 1 is remove
+    if model.norm_pix_loss and true_stats:
+        pred = pred * (patches.var(dim=-1, keepdim=True) + 1.0e-6) ** 0.5 + patches.mean(dim=-1, keepdim=True)
+    elif model.norm_pix_loss:
+        visible = (1 - removed) * torch.ones_like(patches)
+        count = visible.sum(dim=(1, 2), keepdim=True).clamp(min=1)
+        mean = (patches * visible).sum(dim=(1, 2), keepdim=True) / count
+        std = (((patches - mean) * visible).square().sum(dim=(1, 2), keepdim=True) / count).sqrt()
+        pred = pred * std + mean
+    return model.unpatchify(torch.where(removed > 0.5, pred.float(), patches))
+
+
+def mask_picture(
+    model: MaskedAutoencoderViT,
+    imgs: torch.Tensor,
+    pred: torch.Tensor,
+    mask: torch.Tensor,
+    keep_prob: torch.Tensor | None = None,
+    min_side: int = 64,
+) -> torch.Tensor:
+    """A picture [3, height, width] in [0, 1] with a column per image. From the top: the image, Z (white stays visible),
+    the image with its removed patches in grey, and the reconstruction. Without Z that row is left out."""
+    imgs = imgs.float()
+    patches = model.patchify(imgs)
+    masked = model.unpatchify(patches * (1 - mask.unsqueeze(-1)))  # 0 is the mean colour: grey
+    rows = [as_rgb(imgs), as_rgb(masked), as_rgb(reconstruction(model, imgs, pred, mask))]
+    if keep_prob is not None:
+        heat = keep_prob.reshape(-1, 1, *model.patch_embed.grid_size)
+        rows.insert(1, F.interpolate(heat, imgs.shape[-2:], mode="nearest").expand(-1, 3, -1, -1))
+    columns = imgs.shape[0]
+    tiles = torch.cat(rows)
+    scale = max(1, -(-min_side // min(tiles.shape[-2:])))
+    tiles = F.interpolate(tiles, scale_factor=scale, mode="nearest")
+    return make_grid(tiles, nrow=columns, padding=2, pad_value=1.0)
+
+
+def as_rgb(imgs: torch.Tensor) -> torch.Tensor:
+    """Undo the normalisation of [N, C, H, W], clip to [0, 1], and show grey images as RGB; alpha is not shown."""
+    mean, std = (imgs.new_tensor(values).view(-1, 1, 1) for values in pixel_statistics(imgs.shape[1]))
+    return (imgs * std + mean).clamp(0, 1)[:, :3].expand(-1, 3, -1, -1)

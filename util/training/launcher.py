@@ -1,0 +1,263 @@
+"""One launcher for all main programs: a program becomes a job of a cluster, and stays one until it is done.
+
+    python submitit_pretrain.py --nodes 8 --ngpus 8 --model mae_vit_base --data_path /data/imagenet
+    python submitit_eval.py --task knn --finetune runs/clmae --data_path /data/imagenet
+
+A job whose time is up, or that is preempted, saves its state, goes back to the queue and continues from there.
+"""
+
+import copy
+import importlib
+import itertools
+import os
+import shutil
+import signal
+import sys
+import time
+from argparse import Namespace, _ArgumentGroup
+from contextlib import suppress
+from pathlib import Path
+
+import submitit
+import torch.distributed as dist
+from submitit.core import utils
+from submitit.core.utils import FailedJobError, FailedSubmissionError, UncompletedJobError
+
+from util.arguments import DEFAULT_OUTPUT_DIR, check_at_least
+from util.checkpoint import any_checkpoint
+from util.cli import ArgumentParser, Interrupted, UserError, end_children, logger, setup_logging
+
+ROOT = Path(__file__).resolve().parents[2]
+SIGNAL_DELAY = 120  # seconds between the cluster's warning and its end of the job: time to finish a step and save
+PATIENCE = 30 * 60  # seconds that a saved job waits for the cluster to end it; longer than grace times are
+MOST_TIMEOUTS = 10_000  # requeues after a time-out; in effect, until the run is done
+
+
+def add_job_arguments(parser: ArgumentParser) -> None:
+    job = parser.add_argument_group("job")
+    job.add_argument("--job_dir", default="./output_dir/%j", help="logs, and results unless --output_dir; %%j: job id")
+    add_resource_arguments(job)
+    job.add_argument(
+        "--cluster",
+        default="slurm",
+        choices=["slurm", "local", "debug"],
+        help="local: processes on this machine; debug: in this very process, with pdb after an error",
+    )
+    job.add_argument(
+        "--array",
+        nargs="+",
+        default=[],
+        metavar="FLAG=V1,V2",
+        help="a job for each value, as in seed=0,1,2; several multiply",
+    )
+
+
+def add_resource_arguments(job: _ArgumentGroup) -> None:
+    """What a job asks the cluster for."""
+    job.add_argument("--nodes", default=2, type=int, help="number of nodes")
+    job.add_argument("--ngpus", default=8, type=int, help="GPUs, and processes, on each node; 0: one process, no GPU")
+    job.add_argument("--timeout", default=4320, type=int, help="minutes until the job is requeued to continue")
+    job.add_argument("--partition", default=None, help="default: the cluster's")
+    job.add_argument("--account", default=None, help="to be charged; default: the cluster's")
+    job.add_argument("--qos", default=None, help="quality of service; default: the cluster's")
+    job.add_argument("--constraint", default=None, help="node features to ask for")
+    job.add_argument("--use_volta32", action="store_true", help="ask for the node feature volta32gb")
+    job.add_argument("--comment", default=None, help="passed to the scheduler")
+    job.add_argument("--mem_gb", default=None, type=float, help="memory of each node; default: the cluster's")
+    job.add_argument("--cpus_per_task", default=None, type=int, help="default: one for each loader process, and one")
+
+
+def job_flags() -> set[str]:
+    """Names of the flags above, which say nothing about a run itself."""
+    parser = ArgumentParser()
+    add_job_arguments(parser)
+    return set(vars(parser.parse_args([])))
+
+
+class Run:
+    """A main program and its flags, as every process of a job calls it."""
+
+    def __init__(self, program: str, args: Namespace):
+        self.program, self.args = program, args
+
+    def __call__(self) -> None:
+        environment = submitit.JobEnvironment()
+        setup_logging()
+        join_processes(environment)
+        try:
+            importlib.import_module(self.program).main(self.own_args(environment.job_id))
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        except Interrupted as stop:
+            logger.warning("%s", stop)
+            requeue(environment, stop)
+        finally:
+            end_children()
+
+    def own_args(self, job_id: str) -> Namespace:
+        """The flags for this start of the job, which may not be its first. A cluster may also restart a job by itself,
+        after a node failed. So it is the folder that tells: a run that is there goes on, whatever it began with."""
+        args = copy.deepcopy(self.args)
+        args.output_dir = args.output_dir.replace("%j", job_id)
+        begun = args.output_dir and any_checkpoint(Path(args.output_dir))
+        if "resume" in args and not getattr(args, "eval", False) and (begun or not args.resume):
+            args.resume = "auto"
+        return args
+
+    def checkpoint(self) -> submitit.helpers.DelayedSubmission:
+        """What submitit puts back into the queue."""
+        return submitit.helpers.DelayedSubmission(self)
+
+
+def join_processes(environment: submitit.JobEnvironment) -> None:
+    """Tell torch who the processes of this job are, as torchrun would. A MASTER_ADDR that is set already is kept, for
+    clusters whose node names do not lead to the right network."""
+    if environment.num_tasks > 1:
+        processes = submitit.helpers.TorchDistributedEnvironment()
+        processes.master_addr = os.environ.get("MASTER_ADDR", processes.master_addr)
+        processes.export(set_cuda_visible_devices=False, overwrite=True)
+
+
+def requeue(environment: submitit.JobEnvironment, stop: Interrupted) -> None:
+    """Let submitit put the job, which has saved its state, back into the queue; then leave.
+
+    While the program ran it kept the signals to itself; now submitit's own handlers are back, and the first process's
+    requeues the job. After SIGTERM alone it is the cluster that knows what comes: it kills a job that was cancelled,
+    and requeues one that was preempted, but only if that has not ended by itself.
+    """
+    asked_to_requeue = signal.Signals[f"SIG{environment.USR_SIG}"]
+    if asked_to_requeue in stop.received and callable(signal.getsignal(asked_to_requeue)):
+        signal.raise_signal(asked_to_requeue)
+    if environment.cluster == "slurm":
+        # Also, the end of one process would end the others, perhaps before the first has reached the scheduler.
+        time.sleep(PATIENCE)
+    sys.exit(Interrupted.exit_code)
+
+
+def launch(program: str, parser: ArgumentParser, argv: list[str] | None = None) -> list[submitit.Job]:
+    """Submit `program`, a module with a `main`, with the flags of `parser` and those of the job."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser.prog = Path(sys.argv[0]).name
+    add_job_arguments(parser)
+    parser.set_defaults(device=None)  # the default is that of the job's machines, not of this one
+    setup_logging()
+    try:
+        args = parser.parse_args(argv)
+        variants = [program_args(parser.parse_args([*argv, *flags])) for flags in combinations(args.array)]
+        if len(variants) > 1 and "%j" not in variants[0].output_dir:
+            raise UserError(
+                f"--array: the runs would share {variants[0].output_dir}; put %j, the job id, into its name"
+            )
+        return submit(build_executor(program, args), [Run(program, variant) for variant in variants], args)
+    except UserError as error:
+        logger.error("%s", error)
+        sys.exit(error.exit_code)
+
+
+def combinations(array: list[str]) -> list[list[str]]:
+    """["seed=0,1"] to [["--seed", "0"], ["--seed", "1"]]; several flags multiply."""
+    choices = []
+    for entry in array:
+        name, equals, values = entry.partition("=")
+        name = name.removeprefix("--")
+        if not name or not equals or not all(values.split(",")):
+            raise UserError(f"--array {entry}: give a flag and its values, as in --array seed=0,1,2")
+        if name in job_flags():
+            raise UserError(f"--array {entry}: --{name} is the same for all runs of an array")
+        choices.append([(f"--{name}", value) for value in values.split(",")])
+    return [list(itertools.chain(*choice)) for choice in itertools.product(*choices)]
+
+
+def program_args(args: Namespace) -> Namespace:
+    """The flags as the program wants them, which knows nothing of jobs."""
+    if args.output_dir == DEFAULT_OUTPUT_DIR:
+        args.output_dir = args.job_dir
+    if args.device is None:
+        args.device = "cuda" if args.ngpus else "cpu"
+    return Namespace(**{name: value for name, value in vars(args).items() if name not in job_flags()})
+
+
+def build_executor(program: str, args: Namespace, after: str | None = None) -> submitit.AutoExecutor:
+    """What submits jobs of `program`; those of SLURM start when the condition `after` is met, as in afterok:123."""
+    check_at_least(args, 1, "nodes", "timeout")
+    check_at_least(args, 0, "ngpus")
+    if args.cluster == "slurm" and shutil.which("srun") is None:
+        raise UserError("there is no SLURM here (no srun); use --cluster local, or torchrun without a cluster")
+    if args.cluster != "slurm" and args.nodes > 1:
+        raise UserError(f"--cluster {args.cluster} is this machine alone: use --nodes 1")
+    if args.cluster == "debug" and args.ngpus > 1:
+        raise UserError("--cluster debug is this process alone: use --ngpus 1, or 0")
+    # A job starts in the current folder, which need not be the project's.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    executor = submitit.AutoExecutor(args.job_dir, cluster=args.cluster, slurm_max_num_timeout=MOST_TIMEOUTS)
+    cpus = args.cpus_per_task or args.num_workers + 1
+    constraint = "&".join(filter(None, [args.constraint, "volta32gb" if args.use_volta32 else None]))
+    slurm = {
+        "partition": args.partition,
+        "account": args.account,
+        "qos": args.qos,
+        "constraint": constraint or None,
+        "comment": args.comment,
+        "signal_delay_s": min(SIGNAL_DELAY, 60 * args.timeout // 4),
+        # One process that fails ends them all, at once. And a step has to ask for its CPUs anew.
+        "srun_args": ["--kill-on-bad-exit=1", f"--cpus-per-task={cpus}"],
+        # A condition that can no longer be met would leave the job in the queue for ever.
+        "additional_parameters": {"dependency": after, "kill_on_invalid_dep": "yes"} if after else None,
+    }
+    common = {
+        "name": program.removeprefix("main_"),
+        "nodes": args.nodes,
+        "tasks_per_node": max(args.ngpus, 1),
+        "gpus_per_node": args.ngpus or None,
+        "cpus_per_task": cpus,
+        "mem_gb": args.mem_gb,
+        "timeout_min": args.timeout,
+    }
+    given = common | {f"slurm_{name}": value for name, value in slurm.items()}
+    executor.update_parameters(**{name: value for name, value in given.items() if value is not None})
+    return executor
+
+
+def submit(executor: submitit.AutoExecutor, runs: list[Run], args: Namespace) -> list[submitit.Job]:
+    """SLURM takes all runs at once; on this machine they run one after the other, as its devices are not shared out."""
+    if args.cluster != "slurm":
+        return [wait_for(executor.submit(run), args) for run in runs]
+    try:
+        with executor.batch():  # more than one run is a job array
+            jobs = [executor.submit(run) for run in runs]
+    except (FailedSubmissionError, FailedJobError) as error:
+        raise UserError(f"the job was not accepted: {error}") from None
+    for job in jobs:
+        describe(job, args)
+    return jobs
+
+
+def wait_for(job: submitit.Job, args: Namespace) -> submitit.Job:
+    describe(job, args)
+    try:
+        job.results()
+    except UncompletedJobError as error:
+        raise UserError(f"job {job.job_id} failed: {failure(job) or error}") from None
+    finally:
+        with suppress(OSError):  # submitit makes an empty folder of that very name
+            Path(args.job_dir).rmdir()
+    return job
+
+
+def failure(job: submitit.Job) -> str | None:
+    """The traceback of the process that failed first, as far as it left one. The others only tell that they lost it."""
+    tracebacks = []
+    for task in range(job.num_tasks):
+        file = job.task(task).paths.result_pickle
+        if file.exists():
+            outcome, result = utils.pickle_load(file)
+            tracebacks += [result] if outcome == "error" else []
+    return min(tracebacks, key=lambda text: "by peer" in text, default=None)
+
+
+def describe(job: submitit.Job, args: Namespace) -> None:
+    logger.info("job %s", job.job_id)
+    logger.info("  logs    %s", job.paths.folder)
+    logger.info("  follow  tail -F %s", job.paths.stdout)
+    if args.cluster == "slurm":
+        logger.info("  state   squeue -j %s    end: scancel %s", job.job_id, job.job_id)

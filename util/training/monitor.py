@@ -1,0 +1,127 @@
+"""What is looked at between epochs: pictures of the masks, how hard they are, and a quick nearest-neighbour check."""
+
+from argparse import Namespace
+from functools import partial
+
+import torch
+from torch.utils.tensorboard import SummaryWriter
+
+from masking import choose_masking
+from models_cmm import CurriculumMaskingModule
+from models_mae import MaskedAutoencoderViT
+from util.cli import UserError, logger
+from util.datasets import ImageDataset, build_eval_dataset, collate
+from util.evaluation import neighbours
+from util.evaluation.features import extract_features
+from util.misc import amp_dtype, is_main_process
+from util.plots.masks import mask_picture
+
+PICTURED_IMAGES, INSPECTED_IMAGES = 8, 64  # columns of the picture; images behind mask/error_vs_random
+KNN_TRAIN_IMAGES, KNN_VAL_IMAGES = 10_000, 2_000  # at most, because --knn_every is only a quick check
+
+
+class Monitor:
+    """Checks the networks after an epoch, on images chosen once for the whole run.
+
+    The first process looks at the masks; all share the work of the nearest-neighbour check.
+    """
+
+    def __init__(self, args: Namespace, device: torch.device):
+        self.args, self.device = args, device
+        self.watched = watched_images(args).to(device) if args.vis_every and is_main_process() else None
+        self.knn_data = knn_data(args) if args.knn_every else []
+
+    def after_epoch(
+        self,
+        epoch: int,
+        model: MaskedAutoencoderViT,
+        cmm: CurriculumMaskingModule | None,
+        log_writer: SummaryWriter | None,
+    ) -> dict[str, float]:
+        """The figures of what is due after `epoch`; the picture goes to TensorBoard."""
+        figures = {}
+        if self.due(epoch, self.args.vis_every) and is_main_process():
+            figures |= self.look_at_masks(epoch, model, cmm, log_writer)
+        if self.due(epoch, self.args.knn_every):
+            figures |= self.nearest_neighbours(model)
+        return figures
+
+    def due(self, epoch: int, every: int) -> bool:
+        return every > 0 and ((epoch + 1) % every == 0 or epoch + 1 == self.args.epochs)
+
+    @torch.no_grad()
+    def look_at_masks(
+        self,
+        epoch: int,
+        model: MaskedAutoencoderViT,
+        cmm: CurriculumMaskingModule | None,
+        log_writer: SummaryWriter | None,
+    ) -> dict[str, float]:
+        """Draw the masks in use, and compare them with random ones.
+
+        "mask/error_vs_random" is the error of the patches that the CMM removes over that of as many random ones: below
+        1 the CMM is a partner, above 1 an adversary.
+        """
+        imgs, num_patches = self.watched, model.patch_embed.num_patches
+        keep_prob = cmm(imgs) if cmm is not None else None
+        masking = choose_masking(imgs, keep_prob, num_patches, 0, 0, self.args)
+        loss, pred, mask = model(imgs, self.args.mask_ratio, **masking)
+        if log_writer is not None:
+            n = PICTURED_IMAGES
+            picture = mask_picture(model, imgs[:n], pred[:n], mask[:n], None if keep_prob is None else keep_prob[:n])
+            log_writer.add_image("image, Z, mask, reconstruction", picture, (epoch + 1) * 1000)
+        if cmm is None:
+            return {}
+        random_masking = choose_masking(imgs, None, num_patches, 0, 0, self.args)
+        random_loss, _, _ = model(imgs, self.args.mask_ratio, **random_masking)
+        return {"mask/error_vs_random": (loss / random_loss).item()}
+
+    def nearest_neighbours(self, model: MaskedAutoencoderViT) -> dict[str, float]:
+        """Acc@1 and Acc@5 of the mean patch token; main_knn.py is the full evaluation."""
+        model.eval()
+        train, val = (
+            extract_features(
+                partial(mean_patch_token, model),
+                dataset,
+                indices,
+                width=model.pos_embed.shape[-1],
+                device=self.device,
+                amp=amp_dtype(self.args.amp, self.device),
+                num_workers=self.args.num_workers,
+                header=None,
+            )
+            for dataset, indices in self.knn_data
+        )
+        model.train()
+        nearest = neighbours.nearest_neighbours(train.features, val.features, min(5, len(train)), device=self.device)[1]
+        right = (train.labels[nearest] == val.labels[:, None]).double()
+        acc1, acc5 = 100 * right[:, 0].mean().item(), 100 * right.amax(dim=1).mean().item()
+        logger.info("nearest neighbour (quick check): Acc@1 %.2f  Acc@5 %.2f", acc1, acc5)
+        return {"knn/acc1": acc1, "knn/acc5": acc5}
+
+
+def mean_patch_token(model: MaskedAutoencoderViT, imgs: torch.Tensor) -> torch.Tensor:
+    """Mean of the encoded patch tokens of whole images, float32 [N, D]."""
+    visible = torch.ones(imgs.shape[0], model.patch_embed.num_patches, dtype=torch.bool, device=imgs.device)
+    latent, _, _ = model.forward_encoder(imgs, 0.0, visible=visible)
+    return latent[:, 1:].float().mean(dim=1)
+
+
+def watched_images(args: Namespace) -> torch.Tensor:
+    dataset = build_eval_dataset(args, "train")
+    imgs, _, _ = collate([dataset[0, index] for index in spread(len(dataset), INSPECTED_IMAGES)])
+    return imgs
+
+
+def knn_data(args: Namespace) -> list[tuple[ImageDataset, list[int]]]:
+    """Data sets and indices of the training and of the validation images."""
+    train, val = (build_eval_dataset(args, split) for split in ("train", "val"))
+    if not train.source.classes or not val.source.classes:
+        raise UserError("--knn_every needs labelled data: class folders below train and val")
+    return [(train, spread(len(train), KNN_TRAIN_IMAGES)), (val, spread(len(val), KNN_VAL_IMAGES))]
+
+
+def spread(length: int, most: int) -> list[int]:
+    """At most `most` indices, evenly spread over `length`."""
+    number = min(length, most)
+    return [i * length // number for i in range(number)]

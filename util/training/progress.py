@@ -1,0 +1,277 @@
+"""What a run reports while it runs: values kept on the device until they are wanted, averages, a bar or plain lines."""
+
+import datetime
+import json
+import math
+import os
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch.utils.tensorboard import SummaryWriter
+
+from masking import mask_health
+from util.checkpoint import write_text
+from util.cli import LOG_INTERVAL, Progress, TrainingDiverged, UserError, logger
+from util.misc import gather_rows, is_main_process
+from util.training.resume import Start
+
+SHOWN = (
+    *("loss", "cmm/loss", "cmm/lambda_cl", "mask/visible", "mask/distinct", "mask/decisive", "mask/error_vs_random"),
+    *("knn/acc1", "knn/acc5", "test/acc1", "test/acc5", "test/loss", "skipped_steps"),
+)
+
+
+def brief(values: Mapping[str, float]) -> dict[str, float]:
+    """The few figures that fit a line; all of them are in log.txt and TensorBoard."""
+    return {name: values[name] for name in SHOWN if name in values}
+
+
+class MetricBuffer:
+    """Scalars of several steps, kept on the device so that no step waits for them."""
+
+    def __init__(self):
+        self._steps: list[tuple[int, list[str]]] = []
+        self._values: list[torch.Tensor] = []
+
+    def add(self, step: int, values: Mapping[str, torch.Tensor]) -> None:
+        self._steps.append((step, list(values)))
+        self._values.extend(value.detach().float() for value in values.values())
+
+    def fetch(self) -> list[tuple[int, dict[str, float]]]:
+        """All that was added since the last call, as (step, values). One host-device sync."""
+        values = iter(torch.stack(self._values).tolist() if self._values else [])
+        fetched = [(step, {name: next(values) for name in names}) for step, names in self._steps]
+        self._steps, self._values = [], []
+        return fetched
+
+
+class Averages:
+    """Running means by name, in double precision."""
+
+    def __init__(self):
+        self._sums: dict[str, tuple[float, int]] = {}
+
+    def update(self, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            total, count = self._sums.get(name, (0.0, 0))
+            self._sums[name] = (total + value, count + 1)
+
+    def means(self) -> dict[str, float]:
+        return {name: total / count for name, (total, count) in self._sums.items()}
+
+    def state_dict(self) -> dict[str, tuple[float, int]]:
+        return dict(self._sums)
+
+    def load_state_dict(self, state: dict[str, tuple[float, int]]) -> None:
+        self._sums = dict(state)
+
+
+class LossGuard:
+    """Watches the losses of a run: stops it at the first that is not finite or, under fp16, counts the skipped steps.
+
+    Under fp16 the gradient scaler has already left such a step out, and lowers its scale until the steps fit again.
+    Only a long unbroken series of them means that the weights themselves are lost.
+    """
+
+    MAX_SKIPPED_IN_A_ROW = 100
+
+    def __init__(self, skip: bool):
+        self.skip = skip
+        self.skipped = self._in_a_row = 0
+        self._last_finite = "none yet"
+
+    def check(self, step: int, losses: Mapping[str, float]) -> bool:
+        """Whether the losses of `step` are all finite."""
+        text = ", ".join(f"{name} {value:.4g}" for name, value in losses.items())
+        if all(math.isfinite(value) for value in losses.values()):
+            self._last_finite, self._in_a_row = text, 0
+            return True
+        self.skipped += 1
+        self._in_a_row += 1
+        if not self.skip or self._in_a_row > self.MAX_SKIPPED_IN_A_ROW:
+            raise TrainingDiverged(
+                f"the loss is not finite at step {step} ({text}); the last finite losses were: {self._last_finite}. "
+                "Checkpoints written before are untouched. Try a lower --blr, --clip_grad 1, or --amp off"
+            )
+        return False
+
+
+class Board(SummaryWriter):
+    """TensorBoard files that a run can do without: a full disk ends them, and not the run."""
+
+    broken = False
+
+    def add_scalar(self, *args, **kwargs) -> None:
+        self._attempt(super().add_scalar, *args, **kwargs)
+
+    def add_image(self, *args, **kwargs) -> None:
+        self._attempt(super().add_image, *args, **kwargs)
+
+    def flush(self) -> None:
+        self._attempt(super().flush)
+
+    def _attempt(self, write: Callable[..., None], *args, **kwargs) -> None:
+        if self.broken:
+            return
+        try:
+            write(*args, **kwargs)
+        except OSError as error:
+            self.broken = True
+            logger.error("cannot write to TensorBoard's files in %s (%s); they end here", self.log_dir, error.strerror)
+
+
+class EpochLog:
+    """Collects the values of an epoch's iterations and reports them every LOG_INTERVAL, with one sync each time.
+
+    Losses come in as those of the global batch, so every process has the same log. `done` iterations of the epoch were
+    logged before, by a run that was interrupted.
+    """
+
+    def __init__(
+        self,
+        epoch: int,
+        done: int,
+        iterations: int,
+        loss_guard: LossGuard,
+        log_writer: SummaryWriter | None,
+        global_batch: int,
+    ):
+        self.epoch, self.iterations = epoch, iterations
+        self.loss_guard, self.log_writer = loss_guard, log_writer
+        self.buffer, self.interval, self.averages = MetricBuffer(), Averages(), Averages()
+        self.settings: dict[int, dict[str, float]] = {}
+        self.progress = Progress(f"epoch {epoch}", iterations, global_batch, done)
+
+    def add(
+        self,
+        iteration: int,
+        losses: dict[str, torch.Tensor],
+        settings: dict[str, float],
+        mask: torch.Tensor | None = None,
+        keep_prob: torch.Tensor | None = None,
+    ) -> None:
+        self.progress.advance()
+        due = (iteration + 1) % LOG_INTERVAL == 0 or iteration + 1 == self.iterations
+        values = dict(losses)
+        if due and mask is not None:  # the masks' health is sampled from one global batch of each interval
+            masks = gather_rows(mask, equal=True)
+            health = mask_health(masks, None if keep_prob is None else gather_rows(keep_prob.detach(), equal=True))
+            values |= {f"mask/{name}": value for name, value in health.items()}
+            values["mask/removed_error"] = losses["loss"]
+        self.buffer.add(iteration, values)
+        self.settings[iteration] = settings
+        if due:
+            self.report()
+
+    def collect(self) -> None:
+        """Bring the values of all iterations so far from the device, check and add them up."""
+        for iteration, values in self.buffer.fetch():
+            step = self.epoch * self.iterations + iteration
+            losses = {name: value for name, value in values.items() if not name.startswith("mask/")}
+            if self.loss_guard.check(step, losses):
+                values |= self.settings[iteration]
+                self.interval.update(values)
+                self.averages.update(values)
+        self.settings.clear()
+
+    def report(self) -> None:
+        self.collect()
+        means, self.interval = self.interval.means(), Averages()
+        if self.loss_guard.skipped:
+            means["skipped_steps"] = self.loss_guard.skipped
+        rate = self.progress.images_per_second()
+        if self.log_writer is not None:
+            # Upstream's axis: thousandths of an epoch, so that curves of different batch sizes lie over each other.
+            at = int((self.epoch + self.progress.done / self.iterations) * 1000)
+            for name, value in {**means, "images_per_second": rate}.items():
+                self.log_writer.add_scalar({"loss": "train_loss"}.get(name, name), value, at)
+        self.progress.report({**brief(means), "images/s": rate})
+
+    def state_dict(self) -> dict:
+        """All that the rest of the epoch needs to end with the same log."""
+        self.collect()
+        parts = {"interval": self.interval.state_dict(), "averages": self.averages.state_dict()}
+        return {"iterations": self.iterations, **parts}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.interval.load_state_dict(state["interval"])
+        self.averages.load_state_dict(state["averages"])
+
+    def close(self) -> dict[str, float]:
+        self.progress.close()
+        return self.averages.means()
+
+
+LOG = "log.txt"
+
+
+def prepare_output(args: Namespace, start: Start, steps_per_epoch: int, classes: list[str]) -> SummaryWriter | None:
+    """Make the folders, note the classes in use, and drop log lines of epochs that will be trained again."""
+    if not is_main_process():
+        return None
+    if args.output_dir:
+        output_dir = Path(args.output_dir)
+        try:
+            output_dir.mkdir(parents=True, exist_ok=True)
+            if classes:
+                write_text(output_dir / "classes.txt", "\n".join(classes) + "\n")
+            drop_log_lines(output_dir / LOG, start.epoch)
+        except OSError as error:
+            raise UserError(f"--output_dir {output_dir} cannot be written: {error.strerror}") from None
+    if not args.log_dir:
+        return None
+    shown_up_to = int((start.epoch + start.steps_done / steps_per_epoch) * 1000)  # on TensorBoard's axis
+    try:
+        return Board(args.log_dir, purge_step=shown_up_to + 1)
+    except OSError as error:
+        raise UserError(f"--log_dir {args.log_dir} cannot be written: {error.strerror}") from None
+
+
+def drop_log_lines(log: Path, start_epoch: int) -> None:
+    """Keep the lines of epochs before `start_epoch`; a line that a kill cut short goes with the others."""
+    lines = log.read_text().splitlines(keepends=True) if log.exists() else []
+    kept = [line for line in lines if line.endswith("}\n") and json.loads(line)["epoch"] < start_epoch]
+    if len(kept) < len(lines):
+        logger.warning("%s: dropped %d lines of epochs that are trained again", log, len(lines) - len(kept))
+    write_text(log, "".join(kept))
+
+
+def write_log(
+    stats: Mapping[str, float],
+    figures: Mapping[str, float],
+    epoch: int,
+    log_writer: SummaryWriter | None,
+    args: Namespace,
+    **constants: float,
+) -> None:
+    """One JSON line per epoch, with upstream's keys. Nothing in it depends on the clock: equal runs, equal logs."""
+    if log_writer is not None:
+        for name, value in figures.items():
+            log_writer.add_scalar(name, value, (epoch + 1) * 1000)
+        log_writer.flush()
+    if args.output_dir and is_main_process():
+        values = {f"train_{name}": value for name, value in stats.items()} | dict(figures)
+        line = {name.replace("/", "_"): value for name, value in values.items()} | {"epoch": epoch} | constants
+        append_line(Path(args.output_dir) / LOG, json.dumps(line))
+
+
+def append_line(path: Path, line: str) -> None:
+    """Onto the disk: the checkpoint that follows must not outlive its log."""
+    try:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(line + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise UserError(f"cannot write {path} ({error.strerror}); --resume auto goes on when that is mended") from None
+
+
+def report_epoch(
+    stats: Mapping[str, float], figures: Mapping[str, float], epoch: int, seconds: float, args: Namespace
+) -> None:
+    """`seconds` is what an epoch takes."""
+    left = datetime.timedelta(seconds=int(seconds * (args.epochs - epoch - 1)))
+    text = "  ".join(f"{name}: {value:.4g}" for name, value in brief({**stats, **figures}).items())
+    logger.info("epoch %d done, %s left  %s", epoch, left, text)

@@ -1,0 +1,138 @@
+"""When a run is saved, and what it leaves: checkpoint-last.pth to go on from, checkpoint-N.pth to keep."""
+
+import signal
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import torch
+from torch.utils.tensorboard import SummaryWriter
+
+from util import checkpoint as ckpt
+from util.cli import STOP_SIGNALS, Interrupted, TrainingDiverged, UserError, logger
+from util.misc import all_reduce_max, gather_objects, is_main_process, orphaned
+from util.training.progress import EpochLog
+from util.training.resume import TrainingState
+
+
+class StopRequest:
+    """While entered, a signal ends nothing but is remembered, until the program asks at a moment of its own."""
+
+    def __init__(self):
+        self.received: set[signal.Signals] = set()
+
+    def __enter__(self) -> "StopRequest":
+        self._handlers = {number: signal.signal(number, self._remember) for number in STOP_SIGNALS}
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _remember(self, number: int, _frame) -> None:
+        self.received.add(signal.Signals(number))
+
+    def agreed(self) -> bool:
+        """Whether any process is to stop: the same answer on all, which must all ask. Waits for no device.
+
+        Processes whose torchrun is gone must not train on, either: a new one may be writing to the same folder.
+        """
+        return bool(all_reduce_max(torch.tensor(bool(self.received) or orphaned(), dtype=torch.uint8)))
+
+    def names(self) -> str:
+        if self.received:
+            return ", ".join(sorted(number.name for number in self.received))
+        return "the end of torchrun" if orphaned() else "a signal to another process"
+
+
+class Saver:
+    """Saves by the clock, after epochs, and when a signal asks for an end. Only the first process writes.
+
+    A checkpoint's `epoch` is the last complete one and `step` counts the updates of the whole run, so a larger `step`
+    tells of an epoch begun. `log` is what that epoch has logged so far, or None between epochs.
+    """
+
+    def __init__(self, state: TrainingState, stop: StopRequest, log_writer: SummaryWriter | None, args: Namespace):
+        self.state, self.stop, self.log_writer, self.args = state, stop, log_writer, args
+        self.folder = Path(args.output_dir) if args.output_dir else None
+        self._saved_at = time.monotonic()
+
+    def after_update(self, step: int, log: EpochLog) -> None:
+        """Save if it is time; if a signal came, save and end the run."""
+        stopping = self.stop.agreed()
+        if stopping or self.due():
+            self.write(ckpt.LAST, log.epoch - 1, step, log, insist=stopping)
+        if stopping:
+            self.end(step)
+
+    def after_epoch(self, epoch: int, step: int) -> None:
+        """Save, under the epoch's number too where that is due; the last epoch's always is."""
+        finished = epoch + 1 == self.args.epochs
+        stopping = not finished and self.stop.agreed()
+        if finished or (epoch + 1) % self.args.save_every == 0:
+            # The numbered file comes first: a run killed between the two finds it, and lacks nothing.
+            numbered = f"checkpoint-{epoch}.pth"
+            if self.write(numbered, epoch, step, insist=finished or stopping):
+                self.link_last(numbered)
+                self.drop_old()
+        else:
+            self.write(ckpt.LAST, epoch, step, insist=stopping)
+        if finished:
+            wait_for_the_writer()
+        elif stopping:
+            self.end(step)
+
+    def due(self) -> bool:
+        """By the first process's clock: the others write nothing, and wait for it at their next exchange."""
+        minutes = self.args.save_minutes
+        return is_main_process() and minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
+
+    def write(self, name: str, epoch: int, step: int, log: EpochLog | None = None, insist: bool = False) -> bool:
+        """Whether the checkpoint was written. A disk that is full today may have room in a quarter of an hour, so only
+        the checkpoints without a successor `insist`."""
+        if self.folder is None or not is_main_process():
+            return False
+        self.check_finite(epoch, step)
+        if self.log_writer is not None:
+            self.log_writer.flush()  # what is shown up to here is not shown again after resuming
+        log_state = None if log is None else log.state_dict()
+        extra = {"epoch": epoch, "step": step, "log": log_state, "args": vars(self.args)}
+        self._saved_at = time.monotonic()
+        try:
+            ckpt.save_checkpoint(self.folder / name, {**self.state.state_dict(), **extra})
+        except UserError as error:
+            if insist:
+                raise
+            logger.error("%s; training goes on, and the next checkpoint is tried in time", error)
+            return False
+        return True
+
+    def link_last(self, numbered: str) -> None:
+        try:
+            ckpt.link_checkpoint(self.folder / numbered, self.folder / ckpt.LAST)
+        except OSError as error:
+            logger.error("cannot write %s: %s", self.folder / ckpt.LAST, error.strerror)
+
+    def drop_old(self) -> None:
+        if self.args.keep:
+            for path in ckpt.numbered_checkpoints(self.folder)[self.args.keep :]:
+                path.unlink(missing_ok=True)
+
+    def check_finite(self, epoch: int, step: int) -> None:
+        """The damage that the last update did to the weights shows in no loss yet."""
+        for network in (self.state.model, self.state.cmm):
+            if network is not None and not all(p.isfinite().all() for p in network.parameters()):
+                raise TrainingDiverged(
+                    f"weights are not finite after epoch {epoch}, step {step}; checkpoints written before are "
+                    "untouched. Try a lower --blr, --clip_grad 1, or --amp off"
+                )
+
+    def end(self, step: int) -> None:
+        wait_for_the_writer()
+        saved = f"saved as {self.folder / ckpt.LAST}; --resume auto goes on" if self.folder else "--output_dir is empty"
+        raise Interrupted(f"stopped by {self.stop.names()} after step {step}: {saved}", self.stop.received)
+
+
+def wait_for_the_writer() -> None:
+    """The first process that leaves may take the others with it: so nobody does before the checkpoint is written."""
+    gather_objects(None)  # a barrier that needs no GPU
