@@ -1,7 +1,7 @@
 """Fine-tuning: one epoch of training a whole classifier, and its predictions of the test images.
 
 What is random in a step (mixup, drop path) is a function of (seed, epoch, iteration, rank); what is random in an image
-(crop, RandAugment, erasing) is one of (seed, epoch, index). So a resumed run repeats what it would have drawn.
+(crop, RandAugment, erasing) is one of (seed, epoch, index). A resumed run therefore draws what it would have drawn.
 """
 
 from argparse import Namespace
@@ -14,8 +14,6 @@ from timm.data import Mixup
 from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
-from torch.utils.tensorboard import SummaryWriter
 
 from models_vit import VisionTransformer
 from util.datasets import ImageDataset, ImageLoader
@@ -23,7 +21,6 @@ from util.evaluation.features import FeatureSet, extract_features
 from util.evaluation.metrics import accuracies, top_classes
 from util.lr_sched import adjust_learning_rate
 from util.misc import (
-    NativeScalerWithGradNormCount,
     all_reduce_sum,
     amp_dtype,
     autocast,
@@ -33,77 +30,73 @@ from util.misc import (
     seed_globals,
     without_ddp,
 )
-from util.training.progress import EpochLog, LossGuard
+from util.training.progress import EpochLog
+from util.training.resume import TrainingState
 
 
-def build_mixup(args: Namespace) -> Mixup | None:
-    """timm's mixup and cutmix, if any is asked for. Both turn labels into shares of classes, smoothed if so wished."""
-    if not (args.mixup > 0 or args.cutmix > 0 or args.cutmix_minmax is not None):
-        return None
-    return Mixup(
-        mixup_alpha=args.mixup,
-        cutmix_alpha=args.cutmix,
-        cutmix_minmax=args.cutmix_minmax,
-        prob=args.mixup_prob,
-        switch_prob=args.mixup_switch_prob,
-        mode=args.mixup_mode,
-        label_smoothing=args.smoothing,
-        num_classes=args.nb_classes,
-    )
+class Objective:
+    """The loss of a batch: cross-entropy with smoothed labels, after timm's mixup and cutmix if any is asked for."""
 
+    def __init__(self, args: Namespace):
+        self.mixup = None
+        if args.mixup > 0 or args.cutmix > 0 or args.cutmix_minmax is not None:
+            self.mixup = Mixup(
+                mixup_alpha=args.mixup,
+                cutmix_alpha=args.cutmix,
+                cutmix_minmax=args.cutmix_minmax,
+                prob=args.mixup_prob,
+                switch_prob=args.mixup_switch_prob,
+                mode=args.mixup_mode,
+                label_smoothing=args.smoothing,
+                num_classes=args.nb_classes,
+            )
+        self.criterion = self.build_criterion(args.smoothing)
 
-def build_criterion(mixup_fn: Mixup | None, smoothing: float) -> nn.Module:
-    """The cross-entropy that fits the labels; mixed ones are smoothed already."""
-    if mixup_fn is not None:
-        return SoftTargetCrossEntropy()
-    return LabelSmoothingCrossEntropy(smoothing) if smoothing > 0 else nn.CrossEntropyLoss()
+    def build_criterion(self, smoothing: float) -> nn.Module:
+        """The cross-entropy that fits the labels; mixed ones are smoothed already."""
+        if self.mixup is not None:
+            return SoftTargetCrossEntropy()
+        return LabelSmoothingCrossEntropy(smoothing) if smoothing > 0 else nn.CrossEntropyLoss()
+
+    def mix(self, imgs: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mixed images, with labels [B] turned into shares [B, classes]; unchanged without mixup."""
+        return (imgs, labels) if self.mixup is None else self.mixup(imgs, labels)
 
 
 def train_one_epoch(
-    model: VisionTransformer | DistributedDataParallel,
-    criterion: nn.Module,
+    model: nn.Module,
+    objective: Objective,
     data_loader: ImageLoader,
-    optimizer: Optimizer,
-    device: torch.device,
+    state: TrainingState,
     epoch: int,
-    loss_scaler: NativeScalerWithGradNormCount,
-    max_norm: float | None = None,
-    mixup_fn: Mixup | None = None,
-    log_writer: SummaryWriter | None = None,
-    args: Namespace | None = None,
-    *,
-    loss_guard: LossGuard,
-    steps_done: int = 0,
-    log_state: dict | None = None,
+    log: EpochLog,
+    args: Namespace,
     after_update: Callable[[int, EpochLog], None] | None = None,
 ) -> dict[str, float]:
     """Train for one epoch; returns the means of the loss and of the head's learning rate.
 
-    An epoch that was interrupted after `steps_done` updates goes on there, with the `log_state` of that moment.
-    `after_update` is called with the number of updates of the whole run so far.
+    An interrupted epoch resumes where `log` stands. `after_update` is called with the number of updates of the whole
+    run so far.
     """
     model.train()
-    steps_per_epoch = len(data_loader) // args.accum_iter  # a last, incomplete accumulation is left out
-    first, iterations = steps_done * args.accum_iter, steps_per_epoch * args.accum_iter
-    data_loader.set_epoch(epoch, first_batch=first)
+    device = next(model.parameters()).device
     amp = amp_dtype(args.amp, device)
-    log = EpochLog(epoch, first, iterations, loss_guard, log_writer, args.batch_size * get_world_size())
-    if log_state is not None:
-        log.load_state_dict(log_state)
+    steps_per_epoch = log.iterations // args.accum_iter
+    data_loader.set_epoch(epoch, first_batch=log.first)
 
-    for i, (imgs, labels) in enumerate(islice(data_loader, iterations - first), start=first):
+    batches = islice(data_loader, log.iterations - log.first)
+    for i, (imgs, labels, _) in enumerate(batches, start=log.first):
         step = epoch * steps_per_epoch + i // args.accum_iter
         update = (i + 1) % args.accum_iter == 0
         exchange_gradients(update, model)
-        lr = adjust_learning_rate(optimizer, step / steps_per_epoch, args)
+        lr = adjust_learning_rate(state.optimizer, step / steps_per_epoch, args)
         imgs, labels = imgs.to(device, non_blocking=True), labels.to(device, non_blocking=True)
 
         seed_globals("step", args.seed, epoch, i, get_rank())  # mixup and drop path draw from the global generators
-        if mixup_fn is not None:
-            imgs, labels = mixup_fn(imgs, labels)  # labels [B] become shares [B, classes]
+        imgs, labels = objective.mix(imgs, labels)
         with autocast(device, amp):
-            loss = criterion(model(imgs), labels)
-        loss_scaler(loss / args.accum_iter, optimizer, max_norm, model.parameters(), update_grad=update)
+            loss = objective.criterion(model(imgs), labels)
+        state.scaler(loss / args.accum_iter, state.optimizer, args.clip_grad, model.parameters(), update_grad=update)
 
         log.add(i, {"loss": mean_of_processes(loss)}, {"lr": lr})
         if update and after_update is not None:
@@ -140,7 +133,7 @@ def evaluate(
     )
 
 
-def figures(test: FeatureSet) -> dict[str, float]:
+def test_metrics(test: FeatureSet) -> dict[str, float]:
     """Accuracies in percent, and the plain cross-entropy."""
     acc1, acc5 = accuracies(top_classes(test.features), test.labels)
     loss = F.cross_entropy(test.features, test.labels)

@@ -5,25 +5,16 @@ With upstream's recipe for ViT-B (docs/finetune.md has those for ViT-L and ViT-H
         --accum_iter 4 --epochs 100 --blr 5e-4 --layer_decay 0.65 --drop_path 0.1 --mixup 0.8 --cutmix 1.0 \
         --output_dir runs/clmae-finetuned
 
-Killed, preempted, out of time? The same command with --resume auto goes on. What came of it is tested again by
+Killed, preempted, out of time? The same command with --resume auto continues. Evaluate the result again with
     python main_finetune.py --eval --resume runs/clmae-finetuned --data_path /data/imagenet
 
 On a machine with no GPU and no images, from scratch:
-    python main_finetune.py --model vit_micro_patch4 --data_set shapes --epochs 10 --num_workers 2 \
+    python main_finetune.py --model vit_micro_patch4 --data_set shapes --epochs 10 \
         --output_dir output_dir/finetuned
 """
 
-import datetime
-import json
-import time
 from argparse import Namespace
-from pathlib import Path
 
-import torch
-from torch.utils.tensorboard import SummaryWriter
-
-from engine_finetune import build_criterion, build_mixup, evaluate, figures, train_one_epoch
-from models_vit import classifier_of, find_checkpoint, with_head
 from util.arguments import (
     DEFAULT_OUTPUT_DIR,
     add_data_arguments,
@@ -31,11 +22,126 @@ from util.arguments import (
     add_encoder_arguments,
     add_machine_arguments,
     add_saving_arguments,
-    check_at_least,
-    check_shared_args,
+    settle_shared_args,
 )
-from util.checkpoint import load_checkpoint
-from util.cli import ArgumentParser, UserError, logger, run
+from util.cli import (
+    ArgumentParser,
+    UserError,
+    answer_early,
+    count,
+    count_or_zero,
+    logger,
+    non_negative,
+    number,
+    positive,
+    probability,
+    run,
+)
+
+PROTOCOL = "finetune"
+SETTINGS = (  # what a result is the result of, beside the encoder and the data
+    *("epochs", "warmup_epochs", "batch_size", "accum_iter", "lr", "min_lr", "layer_decay", "weight_decay"),
+    *("drop_path", "clip_grad", "aa", "color_jitter", "smoothing", "reprob", "remode", "recount"),
+    *("mixup", "cutmix", "cutmix_minmax", "mixup_prob", "mixup_switch_prob", "mixup_mode"),
+)
+ERASING = ("pixel", "rand", "const")
+MIXING = ("batch", "pair", "elem")
+
+
+def get_args_parser() -> ArgumentParser:
+    parser = ArgumentParser("main_finetune.py", description=__doc__.split("\n")[0])
+
+    run_ = parser.add_argument_group("run length and batch")
+    run_.add_argument("--batch_size", default=64, type=count, help="images per process and iteration")
+    run_.add_argument("--epochs", default=50, type=count, help="passes over the data")
+    run_.add_argument(
+        "--accum_iter", default=1, type=count, help="micro-batches per update: a larger batch in less memory"
+    )
+
+    add_encoder_arguments(parser)
+    parser.set_defaults(global_pool=True)
+    model = parser.add_argument_group("classifier")
+    model.add_argument("--nb_classes", type=count, help="outputs of the head; default: the data's classes")
+    model.add_argument(
+        "--drop_path",
+        default=0.1,
+        type=number(at_least=0, below=1),
+        help="rate of branches left out in the last block, rising to it from 0",
+    )
+
+    optim = parser.add_argument_group("optimization")
+    optim.add_argument("--clip_grad", type=positive, help="largest gradient norm; default: no")
+    optim.add_argument(
+        "--weight_decay", default=0.05, type=non_negative, help="for matrices; biases, norms, tokens have none"
+    )
+    optim.add_argument("--lr", type=positive, help="absolute learning rate; default: blr * batch / 256")
+    optim.add_argument(
+        "--blr", default=1e-3, type=non_negative, help="base learning rate, per 256 images of a global batch"
+    )
+    optim.add_argument(
+        "--layer_decay", default=0.75, type=positive, help="rate of each layer, as a share of that of the next"
+    )
+    optim.add_argument("--min_lr", default=1e-6, type=non_negative, help="lower bound of the cosine")
+    optim.add_argument("--warmup_epochs", default=5, type=count_or_zero, help="epochs of linear warm-up")
+
+    images = parser.add_argument_group("augmentation")
+    images.add_argument(
+        "--color_jitter", type=non_negative, help="strength of changes of colour; only where --aa is ''"
+    )
+    images.add_argument("--aa", default="rand-m9-mstd0.5-inc1", help="timm's policy; '' for none")
+    images.add_argument(
+        "--smoothing", default=0.1, type=number(at_least=0, below=1), help="share of a label spread over all classes"
+    )
+    images.add_argument(
+        "--reprob", default=0.25, type=probability, help="probability that parts of an image are erased"
+    )
+    images.add_argument("--remode", default="pixel", choices=ERASING, help="what takes their place")
+    images.add_argument("--recount", default=1, type=count, help="most parts to erase")
+    images.add_argument("--resplit", action="store_true", help="as upstream, without effect: all views are augmented")
+
+    mixes = parser.add_argument_group("mixup and cutmix")
+    mixes.add_argument(
+        "--mixup", default=0, type=non_negative, help="alpha of mixup: two images shine through; 0: none"
+    )
+    mixes.add_argument(
+        "--cutmix", default=0, type=non_negative, help="alpha of cutmix: a box of another image; 0: none"
+    )
+    mixes.add_argument(
+        "--cutmix_minmax", type=probability, nargs="+", help="least and largest side of the box, as shares"
+    )
+    mixes.add_argument("--mixup_prob", default=1.0, type=probability, help="probability that anything is mixed")
+    mixes.add_argument(
+        "--mixup_switch_prob", default=0.5, type=probability, help="probability of cutmix where both are possible"
+    )
+    mixes.add_argument("--mixup_mode", default="batch", choices=MIXING, help="what a draw is for")
+
+    add_data_arguments(parser)
+
+    out = parser.add_argument_group("output and resuming")
+    out.add_argument("--output_dir", default=DEFAULT_OUTPUT_DIR, help="checkpoints and results; '' writes nothing")
+    out.add_argument("--log_dir", default=DEFAULT_OUTPUT_DIR, help="TensorBoard; follows --output_dir unless given")
+    out.add_argument("--data_name", help="the data's name in tables; default: its folder or set")
+    out.add_argument("--resume", default="", help="checkpoint to continue, or auto: the newest in --output_dir")
+    out.add_argument("--eval", action="store_true", help="only test the fine-tuned checkpoint that --resume names")
+    out.add_argument("--dist_eval", action="store_true", help="as upstream; processes always share the evaluation")
+    add_saving_arguments(out)
+    add_machine_arguments(parser)
+    add_distributed_arguments(parser)
+    return parser
+
+
+answer_early(__name__, get_args_parser)
+
+import datetime
+import time
+from pathlib import Path
+
+import torch
+from torch.utils.tensorboard import SummaryWriter
+
+from engine_finetune import Objective, evaluate, test_metrics, train_one_epoch
+from models_vit import classifier_of, resolve_checkpoint, with_head
+from util import checkpoint as ckpt
 from util.data.augment import build_finetune_loader
 from util.datasets import ImageLoader, count_steps
 from util.evaluation.features import FeatureSet
@@ -55,108 +161,18 @@ from util.misc import (
     with_ddp,
 )
 from util.training import resume
-from util.training.progress import LOG, LossGuard, prepare_output, report_epoch, write_log
-from util.training.resume import TrainingState
+from util.training.progress import LOG, EpochLog, LossGuard, prepare_output, read_log, report_epoch, write_log
+from util.training.resume import Start, TrainingState
 from util.training.saver import Saver, StopRequest
-
-PROTOCOL = "finetune"
-SETTINGS = (  # what a result is the result of, beside the encoder and the data
-    *("epochs", "warmup_epochs", "batch_size", "accum_iter", "lr", "min_lr", "layer_decay", "weight_decay"),
-    *("drop_path", "clip_grad", "aa", "color_jitter", "smoothing", "reprob", "remode", "recount"),
-    *("mixup", "cutmix", "cutmix_minmax", "mixup_prob", "mixup_switch_prob", "mixup_mode"),
-)
-ERASING = ("pixel", "rand", "const")
-MIXING = ("batch", "pair", "elem")
-
-
-def get_args_parser() -> ArgumentParser:
-    parser = ArgumentParser("main_finetune.py", description=__doc__.split("\n")[0])
-
-    run_ = parser.add_argument_group("run length and batch")
-    run_.add_argument("--batch_size", default=64, type=int, help="images per process and iteration")
-    run_.add_argument("--epochs", default=50, type=int, help="passes over the data")
-    run_.add_argument(
-        "--accum_iter", default=1, type=int, help="micro-batches per update: a larger batch in less memory"
-    )
-
-    add_encoder_arguments(parser)
-    parser.set_defaults(global_pool=True)
-    model = parser.add_argument_group("classifier")
-    model.add_argument("--nb_classes", default=None, type=int, help="outputs of the head; default: the data's classes")
-    model.add_argument(
-        "--drop_path", default=0.1, type=float, help="rate of branches left out in the last block, rising to it from 0"
-    )
-
-    optim = parser.add_argument_group("optimization")
-    optim.add_argument("--clip_grad", default=None, type=float, help="largest gradient norm; default: no")
-    optim.add_argument("--weight_decay", default=0.05, type=float, help="for matrices; biases, norms, tokens have none")
-    optim.add_argument("--lr", default=None, type=float, help="absolute learning rate; default: blr * batch / 256")
-    optim.add_argument("--blr", default=1e-3, type=float, help="base learning rate, per 256 images of a global batch")
-    optim.add_argument(
-        "--layer_decay", default=0.75, type=float, help="rate of each layer, as a share of that of the next"
-    )
-    optim.add_argument("--min_lr", default=1e-6, type=float, help="lower bound of the cosine")
-    optim.add_argument("--warmup_epochs", default=5, type=int, help="epochs of linear warm-up")
-
-    images = parser.add_argument_group("augmentation")
-    images.add_argument(
-        "--color_jitter", default=None, type=float, help="strength of changes of colour; only where --aa is ''"
-    )
-    images.add_argument("--aa", default="rand-m9-mstd0.5-inc1", type=str, help="timm's policy; '' for none")
-    images.add_argument("--smoothing", default=0.1, type=float, help="share of a label spread over all classes")
-    images.add_argument("--reprob", default=0.25, type=float, help="probability that parts of an image are erased")
-    images.add_argument("--remode", default="pixel", type=str, help=f"what takes their place: {', '.join(ERASING)}")
-    images.add_argument("--recount", default=1, type=int, help="most parts to erase")
-    images.add_argument("--resplit", action="store_true", help="as upstream, without effect: all views are augmented")
-
-    mixes = parser.add_argument_group("mixup and cutmix")
-    mixes.add_argument("--mixup", default=0, type=float, help="alpha of mixup: two images shine through; 0: none")
-    mixes.add_argument("--cutmix", default=0, type=float, help="alpha of cutmix: a box of another image; 0: none")
-    mixes.add_argument(
-        "--cutmix_minmax", default=None, type=float, nargs="+", help="least and largest side of the box, as shares"
-    )
-    mixes.add_argument("--mixup_prob", default=1.0, type=float, help="probability that anything is mixed")
-    mixes.add_argument(
-        "--mixup_switch_prob", default=0.5, type=float, help="probability of cutmix where both are possible"
-    )
-    mixes.add_argument(
-        "--mixup_mode", default="batch", type=str, help=f"what a draw is for: {', '.join(MIXING)} (a single image)"
-    )
-
-    add_data_arguments(parser)
-
-    out = parser.add_argument_group("output and resuming")
-    out.add_argument("--output_dir", default=DEFAULT_OUTPUT_DIR, help="checkpoints and results; '' writes nothing")
-    out.add_argument("--log_dir", default=DEFAULT_OUTPUT_DIR, help="TensorBoard; follows --output_dir unless given")
-    out.add_argument("--data_name", default=None, help="the data's name in tables; default: its folder or set")
-    out.add_argument("--resume", default="", help="checkpoint to continue, or auto: the newest in --output_dir")
-    out.add_argument("--eval", action="store_true", help="only test the fine-tuned checkpoint that --resume names")
-    out.add_argument("--dist_eval", action="store_true", help="as upstream; processes always share the evaluation")
-    add_saving_arguments(out)
-    add_machine_arguments(parser)
-    add_distributed_arguments(parser)
-    return parser
 
 
 def check_args(args: Namespace) -> None:
-    """Refuse impossible values by name."""
-    check_at_least(args, 1, "batch_size", "epochs", "accum_iter", "recount", "save_every")
-    check_at_least(args, 0, "weight_decay", "blr", "min_lr", "warmup_epochs", "mixup", "cutmix")
-    check_at_least(args, 0, "start_epoch", "save_minutes", "keep")
-    for name in ("reprob", "mixup_prob", "mixup_switch_prob"):
-        if not 0 <= getattr(args, name) <= 1:
-            raise UserError(f"--{name} {getattr(args, name)} is a probability: it lies between 0 and 1")
-    for name in ("drop_path", "smoothing"):
-        if not 0 <= getattr(args, name) < 1:
-            raise UserError(f"--{name} {getattr(args, name)} must not be negative, and must be below 1")
-    for name in ("lr", "clip_grad", "layer_decay"):
-        if getattr(args, name) is not None and getattr(args, name) <= 0:
-            raise UserError(f"--{name} {getattr(args, name)} must be above 0")
-    if args.color_jitter is not None:
-        check_at_least(args, 0, "color_jitter")
-    if args.remode not in ERASING:
-        raise UserError(f"--remode {args.remode} is unknown; known are {', '.join(ERASING)}")
-    check_mixing(args)
+    """Refuse what no single flag can tell."""
+    box = args.cutmix_minmax
+    if box is not None and not (len(box) == 2 and box[0] < box[1]):
+        raise UserError(f"--cutmix_minmax takes two shares of the side, the smaller first; not {box}")
+    if (args.mixup or args.cutmix or box) and args.batch_size % 2:
+        raise UserError(f"--batch_size {args.batch_size}: mixup and cutmix need pairs of images, an even number")
     if args.eval and args.resume in ("", "auto"):
         raise UserError("--eval goes with --resume FILE, a fine-tuned checkpoint, or its run's folder")
     if args.start_epoch >= args.epochs:
@@ -165,20 +181,10 @@ def check_args(args: Namespace) -> None:
         logger.warning("--warmup_epochs %d fills the whole run of %d epochs", args.warmup_epochs, args.epochs)
 
 
-def check_mixing(args: Namespace) -> None:
-    if args.mixup_mode not in MIXING:
-        raise UserError(f"--mixup_mode {args.mixup_mode} is unknown; known are {', '.join(MIXING)}")
-    box = args.cutmix_minmax
-    if box is not None and not (len(box) == 2 and 0 <= box[0] < box[1] <= 1):
-        raise UserError(f"--cutmix_minmax takes two shares of the side, the smaller first; not {box}")
-    if (args.mixup or args.cutmix or box) and args.batch_size % 2:
-        raise UserError(f"--batch_size {args.batch_size}: mixup and cutmix need pairs of images, an even number")
-
-
 def check_data(subject: Subject, args: Namespace) -> None:
     classes = len(subject.classes)
     if classes < 2:
-        raise UserError(f"{subject.data_name} has one class only: there is nothing to tell apart")
+        raise UserError(f"{subject.data_name} has one class only: there is nothing to distinguish")
     if args.nb_classes is not None and args.nb_classes < classes:
         raise UserError(f"--nb_classes {args.nb_classes} is less than the {classes} classes of the data")
     if args.cutmix_minmax is not None:
@@ -187,7 +193,7 @@ def check_data(subject: Subject, args: Namespace) -> None:
             raise UserError(f"--cutmix_minmax {least} {most} leaves no box to choose in images of {args.input_size} px")
 
 
-def build_state(subject: Subject, args: Namespace) -> TrainingState:
+def build_classifier(subject: Subject, args: Namespace) -> TrainingState:
     """The classifier, with an AdamW whose rates fall from the head to the embeddings."""
     model = with_head(subject.encoder, args.nb_classes, args.seed).to(subject.device)
     groups = param_groups_lrd(model, args.weight_decay, model.no_weight_decay(), args.layer_decay)
@@ -196,15 +202,17 @@ def build_state(subject: Subject, args: Namespace) -> TrainingState:
     return TrainingState(model, torch.optim.AdamW(groups, lr=args.lr, fused=True), scaler)
 
 
-def begin(state: TrainingState, steps_per_epoch: int, args: Namespace) -> resume.Start:
+def start_finetuning(state: TrainingState, steps_per_epoch: int, args: Namespace) -> Start:
     """Load what `--resume` names, if anything."""
-    found = resume.find_checkpoint(args)
+    found = resume.checkpoint_to_resume(args)
     if found is None:
-        return resume.agreed(resume.Start(args.start_epoch))
+        return resume.agreed(Start(args.start_epoch))
     checkpoint, source = found
-    if "optimizer" not in checkpoint or "head.weight" not in checkpoint.get("model", {}):
-        raise UserError(f"{source} is not of a fine-tuning that could go on; to start from its weights, use --finetune")
-    return resume.agreed(resume.go_on(state, checkpoint, source, steps_per_epoch, args))
+    if "optimizer" not in checkpoint or "head.weight" not in ckpt.weights_of(checkpoint):
+        raise UserError(
+            f"{source} is not of a fine-tuning that could be resumed; to start from its weights, use --finetune"
+        )
+    return resume.agreed(resume.continue_from(state, checkpoint, source, steps_per_epoch, args))
 
 
 def settle(subject: Subject, args: Namespace) -> None:
@@ -213,7 +221,7 @@ def settle(subject: Subject, args: Namespace) -> None:
     if args.lr is None:
         args.lr = args.blr * args.batch_size * args.accum_iter * get_world_size() / 256
     args.classes = subject.classes
-    args.data_identity = resume.data_identity(subject.datasets["train"].source, args)
+    args.data_identity = resume.data_identity(subject.datasets["train"].source)
     args.pretrained_sha256 = subject.checkpoint_sha256
     args.precision = precision(args.amp, subject.device)
     args.commit = git_commit() if is_main_process() else None
@@ -223,7 +231,7 @@ def count_parameters(state: TrainingState) -> int:
     return sum(p.numel() for p in state.model.parameters())
 
 
-def describe_run(state: TrainingState, data_loader: ImageLoader, start: resume.Start, args: Namespace) -> None:
+def describe_run(state: TrainingState, data_loader: ImageLoader, start: Start, args: Namespace) -> None:
     logger.info("%.1fM parameters to train, %s on %s", count_parameters(state) / 1e6, args.precision, args.device)
     batch = " x ".join(map(str, (args.batch_size, args.accum_iter)))
     if get_world_size() > 1:
@@ -238,59 +246,42 @@ def fit(
     subject: Subject,
     state: TrainingState,
     data_loader: ImageLoader,
-    start: resume.Start,
+    start: Start,
     log_writer: SummaryWriter | None,
     args: Namespace,
 ) -> tuple[FeatureSet | None, dict[int, float]]:
-    """Train all epochs that are left, and test after each; returns the last epoch's logits of the test images (None
+    """Train all epochs that are left and test after each; returns the last epoch's logits of the test images (None
     where no epoch was left), and the test Acc@1 by epoch."""
     device, test_images, steps_per_epoch = subject.device, subject.datasets["val"], count_steps(data_loader, args)
-    model, mixup_fn = with_ddp(state.model), build_mixup(args)
-    criterion = build_criterion(mixup_fn, args.smoothing)
+    model, objective = with_ddp(state.model), Objective(args)
     loss_guard = LossGuard(skip=amp_dtype(args.amp, device) == torch.float16)
-    test, by_epoch = None, read_curve(args)
+    test, by_epoch = None, accuracy_by_epoch(args)
     start_time = time.monotonic()
     with StopRequest() as stop:
         saver = Saver(state, stop, log_writer, args)
         for epoch in range(start.epoch, args.epochs):
-            resumed = start if epoch == start.epoch else resume.Start(epoch)
-            stats = train_one_epoch(
-                model,
-                criterion,
-                data_loader,
-                state.optimizer,
-                device,
-                epoch,
-                state.scaler,
-                args.clip_grad,
-                mixup_fn,
-                log_writer,
-                args,
-                loss_guard=loss_guard,
-                steps_done=resumed.steps_done,
-                log_state=resumed.log_state,
-                after_update=saver.after_update,
-            )
+            resumed = start if epoch == start.epoch else Start(epoch)
+            log = EpochLog(resumed, steps_per_epoch * args.accum_iter, loss_guard, log_writer, args)
+            stats = train_one_epoch(model, objective, data_loader, state, epoch, log, args, saver.after_update)
             data_loader.share_bad_images()
             saver.check_finite(epoch, (epoch + 1) * steps_per_epoch)
             test = evaluate(test_images, model, device, args)
-            found = figures(test)
-            by_epoch[epoch] = found["test/acc1"]
+            metrics = test_metrics(test)
+            by_epoch[epoch] = metrics["test/acc1"]
             # The log comes before the checkpoint: what is logged twice can be dropped on resuming, a gap not filled.
-            write_log(stats, found, epoch, log_writer, args, n_parameters=count_parameters(state))
-            report_epoch(stats, found, epoch, (time.monotonic() - start_time) / (epoch + 1 - start.epoch), args)
+            write_log(stats, metrics, epoch, log_writer, args, n_parameters=count_parameters(state))
+            report_epoch(stats, metrics, epoch, (time.monotonic() - start_time) / (epoch + 1 - start.epoch), args)
             saver.after_epoch(epoch, (epoch + 1) * steps_per_epoch)
     logger.info("training time %s", datetime.timedelta(seconds=int(time.monotonic() - start_time)))
     return test, by_epoch
 
 
-def read_curve(args: Namespace) -> dict[int, float]:
+def accuracy_by_epoch(args: Namespace) -> dict[int, float]:
     """The test Acc@1 of epochs that were trained before, from the log."""
     path = Path(args.output_dir, LOG)
-    if not args.output_dir or not path.exists():
+    if not args.output_dir or not path.exists() or not path.stat().st_size:
         return {}
-    lines = map(json.loads, path.read_text().splitlines())
-    return {line["epoch"]: line["test_acc1"] for line in lines if "test_acc1" in line}
+    return {line["epoch"]: line["test_acc1"] for line in read_log(path) if "test_acc1" in line}
 
 
 def main(args: Namespace) -> None:
@@ -303,8 +294,8 @@ def main(args: Namespace) -> None:
     settle(subject, args)
     data_loader = build_finetune_loader(subject.datasets["train"].source, args)
     steps_per_epoch = count_steps(data_loader, args)
-    state = build_state(subject, args)
-    start = begin(state, steps_per_epoch, args)
+    state = build_classifier(subject, args)
+    start = start_finetuning(state, steps_per_epoch, args)
     log_writer = prepare_output(args, start, steps_per_epoch, subject.classes)
     report = Report(subject, PROTOCOL, log_writer)
     describe_run(state, data_loader, start, args)
@@ -318,14 +309,14 @@ def main(args: Namespace) -> None:
 
 def test_again(args: Namespace) -> None:
     """Test a fine-tuned checkpoint, whose own settings count."""
-    check_shared_args(args)
+    settle_shared_args(args)
     device = init_distributed_mode(args)
-    path = find_checkpoint(args.resume, "--resume")
-    checkpoint = load_checkpoint(path)
+    path = resolve_checkpoint(args.resume, "--resume")
+    checkpoint = ckpt.load_checkpoint(path)
     classifier = classifier_of(
         checkpoint, str(path), model=args.model, input_size=args.input_size, in_chans=args.in_chans
     )
-    trained = checkpoint.get("args") or {}
+    trained = ckpt.settings_of(checkpoint)
     args.global_pool, args.seed = "fc_norm.weight" in classifier.state_dict(), trained.get("seed", args.seed)
     subject = subject_of(classifier, path, device, args)
     if trained.get("classes", subject.classes) != subject.classes:
@@ -339,7 +330,7 @@ def test_again(args: Namespace) -> None:
 
 
 def write_results(report: Report, test: FeatureSet, settings: dict, by_epoch: dict[int, float]) -> None:
-    """The last epoch is the result. The best epoch on the test images is told apart."""
+    """The last epoch is the result; the best epoch on the test images is for reference only."""
     subject, seed = report.subject, report.subject.args.seed
     top5 = top_classes(test.features)[None]  # [1, N, 5]: of one run
     found = summary(top5, test.labels)
@@ -351,7 +342,7 @@ def write_results(report: Report, test: FeatureSet, settings: dict, by_epoch: di
     details = {}
     if by_epoch:
         best = max(by_epoch, key=by_epoch.get)
-        logger.info("(best epoch by test accuracy, which is no result: %d, with Acc@1 %.2f)", best, by_epoch[best])
+        logger.info("(best epoch by test accuracy, for reference only: %d, with Acc@1 %.2f)", best + 1, by_epoch[best])
         details["best_test_epoch"] = {"epoch": best, "acc1": by_epoch[best]}
     report.write(Outcome(test, top5, [seed], settings, len(subject.datasets["train"]), details))
 

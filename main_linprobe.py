@@ -1,18 +1,76 @@
-"""Judge a frozen encoder by a linear classifier on its features.
+"""Evaluate a frozen encoder by a linear classifier on its features.
 
-Upstream's protocol: augmented images, encoded anew in each of 90 epochs:
-    torchrun --nproc_per_node=8 main_linprobe.py --finetune runs/clmae/checkpoint-399.pth --data_path /data/imagenet
+Upstream's protocol: augmented images, encoded anew in each of 90 epochs, three seeds:
+    torchrun --nproc_per_node=8 main_linprobe.py --finetune runs/clmae/checkpoint-399.pth --runs 3
 
 The same head on features extracted once, three seeds, the learning rate chosen on held-out training images:
     python main_linprobe.py --finetune runs/clmae/checkpoint-399.pth --data_path data/aid --split 0.5 \
         --cache_features --runs 3 --lr_grid 0.03 0.1 0.3 1 3 10
 
-On a machine with no GPU and no images, with random weights as the floor:
-    python main_linprobe.py --model vit_micro_patch4 --data_set shapes --cache_features --num_workers 2
+On a machine with no GPU and no images, a random-weight baseline:
+    python main_linprobe.py --model vit_micro_patch4 --data_set shapes --cache_features
 """
 
-import os
 from argparse import Namespace
+
+from util.arguments import add_evaluation_arguments
+from util.cli import (
+    ArgumentParser,
+    TrainingDiverged,
+    UserError,
+    answer_early,
+    count,
+    count_or_zero,
+    logger,
+    non_negative,
+    positive,
+    run,
+)
+
+HELD_OUT = 0.1  # share of the training images on which --lr_grid is chosen
+CACHED_REPORT = 10  # epochs between lines where an epoch takes a moment
+SETTINGS = ("epochs", "warmup_epochs", "batch_size", "accum_iter", "weight_decay", "min_lr", "lr_grid")
+
+
+def get_args_parser() -> ArgumentParser:
+    parser = ArgumentParser("main_linprobe.py", description=__doc__.split("\n")[0])
+    probe = parser.add_argument_group("linear probing")
+    probe.add_argument("--batch_size", default=512, type=count, help="images per process and iteration")
+    probe.add_argument("--epochs", default=90, type=count, help="passes over the data")
+    probe.add_argument("--accum_iter", default=1, type=count, help="micro-batches per update")
+    probe.add_argument("--runs", default=1, type=count, help="repeat with seeds seed, seed + 1, ...; gives a deviation")
+    probe.add_argument(
+        "--cache_features", action="store_true", help="train on features extracted once: no augmentation, much cheaper"
+    )
+    probe.add_argument("--nb_classes", type=count, help="outputs of the head; default: the data's classes")
+
+    optim = parser.add_argument_group("optimization")
+    optim.add_argument("--weight_decay", default=0, type=non_negative, help="of the head; upstream has none")
+    optim.add_argument("--lr", type=positive, help="absolute learning rate; default: blr * batch / 256")
+    optim.add_argument(
+        "--blr", default=0.1, type=non_negative, help="base learning rate, per 256 images of a global batch"
+    )
+    optim.add_argument(
+        "--lr_grid",
+        type=positive,
+        nargs="+",
+        help="values of --blr to choose from, on held-out train images",
+    )
+    optim.add_argument("--min_lr", default=0.0, type=non_negative, help="lower bound of the cosine")
+    optim.add_argument("--warmup_epochs", default=10, type=count_or_zero, help="epochs of linear warm-up")
+
+    state = parser.add_argument_group("resuming")
+    state.add_argument("--resume", default="", help="auto: continue in --output_dir; a head's file, for --eval")
+    state.add_argument("--start_epoch", default=0, type=count_or_zero, help="number of the first epoch")
+    state.add_argument("--eval", action="store_true", help="only test the head that --resume names")
+    state.add_argument("--dist_eval", action="store_true", help="as upstream; processes always share the evaluation")
+    add_evaluation_arguments(parser)
+    return parser
+
+
+answer_early(__name__, get_args_parser)
+
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,70 +86,26 @@ from engine_probe import (
     train_one_epoch,
 )
 from util import checkpoint as ckpt
-from util.arguments import check_at_least
-from util.cli import ArgumentParser, TrainingDiverged, UserError, logger, run
 from util.datasets import AugmentedDataset, EpochBatches, ImageLoader, probe_augmentation
 from util.evaluation.features import FeatureSet
 from util.evaluation.metrics import accuracies, summary
 from util.evaluation.results import Outcome, Report, say_if_few_classes
-from util.evaluation.subject import Subject, add_evaluation_arguments, open_subject
+from util.evaluation.subject import Subject, open_subject
 from util.evaluation.tables import show_table, shown
 from util.misc import amp_dtype, generator, get_rank, get_world_size
 from util.training.resume import Unfinished
 
-HELD_OUT = 0.1  # share of the training images on which --lr_grid is judged
-CACHED_REPORT = 10  # epochs between lines where an epoch takes a moment
-SETTINGS = ("epochs", "warmup_epochs", "batch_size", "accum_iter", "weight_decay", "min_lr", "lr_grid")
-
-
-def get_args_parser() -> ArgumentParser:
-    parser = ArgumentParser("main_linprobe.py", description=__doc__.split("\n")[0])
-    probe = parser.add_argument_group("linear probing")
-    probe.add_argument("--batch_size", default=512, type=int, help="images per process and iteration")
-    probe.add_argument("--epochs", default=90, type=int, help="passes over the data")
-    probe.add_argument("--accum_iter", default=1, type=int, help="micro-batches per update")
-    probe.add_argument("--runs", default=1, type=int, help="repeat with seeds seed, seed + 1, ...; gives a deviation")
-    probe.add_argument(
-        "--cache_features", action="store_true", help="train on features extracted once: no augmentation, much cheaper"
-    )
-    probe.add_argument("--nb_classes", default=None, type=int, help="outputs of the head; default: the data's classes")
-
-    optim = parser.add_argument_group("optimization")
-    optim.add_argument("--weight_decay", default=0, type=float, help="of the head; upstream has none")
-    optim.add_argument("--lr", default=None, type=float, help="absolute learning rate; default: blr * batch / 256")
-    optim.add_argument("--blr", default=0.1, type=float, help="base learning rate, per 256 images of a global batch")
-    optim.add_argument(
-        "--lr_grid",
-        default=None,
-        type=float,
-        nargs="+",
-        help="values of --blr to choose from, on held-out train images",
-    )
-    optim.add_argument("--min_lr", default=0.0, type=float, help="lower bound of the cosine")
-    optim.add_argument("--warmup_epochs", default=10, type=int, help="epochs of linear warm-up")
-
-    state = parser.add_argument_group("resuming")
-    state.add_argument("--resume", default="", help="auto: continue in --output_dir; a head's file, for --eval")
-    state.add_argument("--start_epoch", default=0, type=int, help="number of the first epoch")
-    state.add_argument("--eval", action="store_true", help="only test the head that --resume names")
-    state.add_argument("--dist_eval", action="store_true", help="as upstream; processes always share the evaluation")
-    add_evaluation_arguments(parser)
-    return parser
-
 
 def check_args(args: Namespace) -> None:
-    check_at_least(args, 1, "batch_size", "epochs", "accum_iter", "runs")
-    check_at_least(args, 0, "weight_decay", "blr", "min_lr", "warmup_epochs", "start_epoch")
-    if args.lr is not None and args.lr <= 0:
-        raise UserError(f"--lr {args.lr} must be above 0")
+    """Refuse what no single flag can tell."""
     if args.start_epoch >= args.epochs:
         raise UserError(f"--start_epoch {args.start_epoch} leaves none of the {args.epochs} --epochs to train")
     if args.eval != (args.resume not in ("", "auto")):
         raise UserError("--eval goes with --resume FILE, the .pth of a finished probe; --resume auto continues one")
     if args.batch_size * int(os.environ.get("WORLD_SIZE", 1)) < 2:
         raise UserError("--batch_size 1: batch normalisation needs at least two images")
-    if args.lr_grid is not None and (args.lr is not None or min(args.lr_grid) <= 0):
-        raise UserError("--lr_grid takes base learning rates above 0, and no --lr beside it")
+    if args.lr_grid is not None and args.lr is not None:
+        raise UserError("--lr_grid takes base learning rates to choose from, and no --lr beside it")
     if args.warmup_epochs >= args.epochs:
         logger.warning("--warmup_epochs %d fills the whole run of %d epochs", args.warmup_epochs, args.epochs)
 
@@ -155,7 +169,7 @@ def fit(
     for epoch in range(start, args.epochs):
         losses = train_one_epoch(heads, batches.epoch(epoch), len(batches), optimizer, rates, epoch, args)
         if not losses.isfinite().any(dim=1).all():  # of a grid, some rate of each run must be left
-            raise TrainingDiverged(f"the loss of the head is not finite in epoch {epoch}; try a lower --blr")
+            raise TrainingDiverged(f"the loss of the head is not finite in epoch {epoch + 1}; try a lower --blr")
         if test is not None:
             acc1, _ = accuracies(predict(heads, test.features), test.labels)  # [R, G]
             curve.append(acc1[:, 0].tolist())
@@ -169,7 +183,9 @@ def report_epoch(epoch: int, losses: torch.Tensor, curve: list[list[float]], arg
     if args.cache_features and (epoch + 1) % CACHED_REPORT and epoch + 1 < args.epochs:
         return
     test = f"  test Acc@1: {sum(curve[-1]) / len(curve[-1]):.2f}" if curve else ""
-    logger.info("epoch %d [%d/%d]  loss: %.4f%s", epoch, epoch + 1, args.epochs, losses.nanmean(), test)
+    rates = losses.nanmean(dim=0).tolist()  # over runs, for each learning rate
+    shown_losses = " ".join(f"{loss:.4f}" for loss in rates)
+    logger.info("epoch %d/%d  loss: %s%s", epoch + 1, args.epochs, shown_losses, test)
 
 
 def choose_rate(
@@ -295,14 +311,14 @@ def main(args: Namespace) -> None:
 def show_results(
     subject: Subject, test: FeatureSet, top5: torch.Tensor, fits: list[Fit], report: Report, args: Namespace
 ) -> dict:
-    """The last epoch is the result. The best epoch on the test images is told apart; returns it for the record."""
-    figures = summary(top5, test.labels)
+    """The last epoch is the result. The best epoch on the test images is for reference only, and returned as such."""
+    metrics = summary(top5, test.labels)
     seeds = ", ".join(str(seed) for fit in fits for seed in fit.seeds)
     say_if_few_classes(fits[0].heads.bias.shape[-1])
     title = f"linear probing on {subject.data_name}, last epoch, seeds {seeds}"
-    show_table(title, ["Acc@1", "Acc@5"], [[shown(figures, "acc1"), shown(figures, "acc5")]])
+    show_table(title, ["Acc@1", "Acc@5"], [[shown(metrics, "acc1"), shown(metrics, "acc5")]])
     for name in ("acc1", "acc5"):
-        report.scalar(name, figures[name], args.epochs)
+        report.scalar(name, metrics[name], args.epochs)
     curve = torch.cat([fit.curve for fit in fits], dim=1).mean(dim=1).tolist()  # [E], mean over runs
     by_epoch = dict(enumerate(curve, start=args.start_epoch))
     for epoch, acc1 in by_epoch.items():
@@ -310,7 +326,7 @@ def show_results(
     if not by_epoch:
         return {}
     best = max(by_epoch, key=by_epoch.get)
-    logger.info("(best epoch by test accuracy, which is no result: %d, with Acc@1 %.2f)", best, by_epoch[best])
+    logger.info("(best epoch by test accuracy, for reference only: %d, with Acc@1 %.2f)", best + 1, by_epoch[best])
     return {"best_test_epoch": {"epoch": best, "acc1": by_epoch[best]}}
 
 

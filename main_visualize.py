@@ -24,10 +24,11 @@ from util.data.decode import MODES, to_mode
 from util.data.sources import ImageList, build_source, describe, find_split
 from util.datasets import build_eval_transform
 from util.misc import file_name, generator, pick_device
-from util.plots.curves import curve_figure, read_log
+from util.plots.curves import curve_figure
 from util.plots.masks import Block, animation, diversity_figure, draw_block, masks_figure, positions_figure
 from util.plots.snapshot import Snapshot, evenly, load_snapshot, snapshots_of
 from util.plots.style import FORMATS, save_figure, short_names
+from util.training.progress import read_log
 
 GRIDS = {"masks": (8, masks_figure), "diversity": (64, diversity_figure), "positions": (512, positions_figure)}
 

@@ -1,24 +1,447 @@
+"""Every way to choose what the autoencoder sees: one registry, and the room for new ideas.
+
+A strategy is a function of an `Ask` (images, patch grid, ratio, progress of the run, seeded randomness). It returns
+    float [N, L]    noise: the int(L * (1 - ratio)) smallest values of each image stay visible, an exact ratio
+    bool [N, L]     True stays visible: any number of patches per image
+and joins the registry by a decorator. Ten lines of your own work without touching any file here:
+
+    # mine.py, for main_pretrain.py --masking mine.py:stripes
+    def stripes(ask):
+        columns = torch.arange(ask.num_patches, device=ask.imgs.device) % ask.grid[1]
+        return (columns % 4 != 0) + ask.uniform()
+
+A learned strategy is a class with a module of its own, which engine_pretrain.py trains after the MAE's step.
+Masks: 0 is keep, 1 is remove.
+"""
+
+import importlib.util
+import itertools
+from abc import ABC, abstractmethod
 from argparse import Namespace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from pathlib import Path
 
 import torch
+from torch import nn
 
-from util.misc import generator, get_rank, get_world_size
+from models_cmm import (
+    build_cmm,
+    build_predictor,
+    curriculum_loss,
+    distance_diversity_loss,
+    diversity_loss,
+    gaussian_loss,
+    hidden_curriculum_loss,
+    kl_loss,
+    lambda_cl,
+    position_loss,
+    prediction_loss,
+    soft_kl_loss,
+)
+from models_mae import Autoencoder
+from util.cli import UserError
+from util.misc import derive_seed, gather_rows, get_world_size, without_ddp
+
+SELECT = ("threshold", "topk")
+COLOURS = ("white", "red", "green", "blue", "curriculum")
+RED, GREEN, BLUE = 1.0, 0.7, 0.5  # widths of the filters, in patches
 
 
-def choose_masking(
-    imgs: torch.Tensor, keep_prob: torch.Tensor | None, num_patches: int, epoch: int, iteration: int, args: Namespace
-) -> dict[str, torch.Tensor]:
-    """The masking argument of the MAE in step 1: random, thresholded Z, or the largest Z."""
-    if keep_prob is None:
-        # The noise is a function of the iteration, not of the process's history. Drawn on the CPU: the same anywhere.
-        # Drawn for the global batch, of which this process has its rows: the same for any number of processes.
-        n, rank = len(imgs), get_rank()
-        draw = generator("noise", args.seed, epoch, iteration)
-        noise = torch.rand(n * get_world_size(), num_patches, generator=draw)[n * rank : n * (rank + 1)]
-        return {"noise": noise.to(imgs.device, non_blocking=True)}
-    if args.select == "topk":
-        return {"noise": -keep_prob.detach()}  # the smallest values stay visible
-    return {"visible": keep_prob.detach() >= 0.5}
+@dataclass(frozen=True)
+class MaskSettings:
+    """The flags that masks depend on. Defaults are for checkpoints that do not mention a flag, being older."""
+
+    masking: str = "random"
+    mask_ratio: float = 0.75
+    mask_ratio_start: float | None = None
+    mask_noise: str | None = None
+    epochs: int = 1
+    seed: int = 0
+    select: str = "threshold"
+    soft: str = "tokens"
+    kl: str = "tallied"
+    diversity: str = "squared"
+    lambda_cl_start: float = 1.0
+    lambda_cl_end: float = -0.1
+    no_curriculum: bool = False
+    lambda_gauss: float = 10.0
+    lambda_kl: float = 1.0
+    lambda_div: float = 2.0
+    lambda_pos: float = 0.0
+    cmm_depth: int | None = None
+    cmm_dim: int | None = None
+    cmm_strength: float = 1.0
+    cmm_every: int = 1
+    cmm_fraction: float = 1.0
+
+    @classmethod
+    def of(cls, settings: Mapping | Namespace) -> "MaskSettings":
+        """From a run's flags, or those in a checkpoint; what is not about masks is passed over."""
+        given = vars(settings) if isinstance(settings, Namespace) else settings
+        return cls(**{entry.name: given[entry.name] for entry in fields(cls) if entry.name in given})
+
+    def lambda_cl(self, progress: float) -> float:
+        return 0.0 if self.no_curriculum else lambda_cl(progress, self.lambda_cl_start, self.lambda_cl_end)
+
+    def ratio(self, epoch: int) -> float:
+        """The share of removed patches in an epoch: linear from `mask_ratio_start`, if given, to `mask_ratio`."""
+        if self.mask_ratio_start is None or self.epochs < 2:
+            return self.mask_ratio
+        return self.mask_ratio_start + (self.mask_ratio - self.mask_ratio_start) * epoch / (self.epochs - 1)
+
+
+@dataclass
+class Ask:
+    """What a strategy may know: N images [N, C, H, W] in `grid` = (h, w) patches, and where the run stands."""
+
+    imgs: torch.Tensor
+    grid: tuple[int, int]
+    mask_ratio: float
+    lambda_cl: float
+    keys: torch.Tensor  # int64 [N]: one per image, a function of (seed, epoch, index)
+    settings: MaskSettings = field(default_factory=MaskSettings)
+    draws: itertools.count = field(default_factory=itertools.count)
+
+    @property
+    def num_patches(self) -> int:
+        return self.grid[0] * self.grid[1]
+
+    def uniform(self, size: int | None = None) -> torch.Tensor:
+        """Values in (0, 1), [N, size] or [N, L]: others at each call, the same for an image in an epoch anywhere."""
+        size = self.num_patches if size is None else size
+        return hashed_uniform(self.keys, next(self.draws), size)
+
+    def normal(self) -> torch.Tensor:
+        """Standard normal values [N, L]."""
+        return torch.erfinv(2 * self.uniform() - 1) * 2**0.5
+
+    def gumbel(self) -> torch.Tensor:
+        """Standard Gumbel values [N, L]."""
+        return -torch.log(-torch.log(self.uniform()))
+
+
+def image_keys(seed: int, epoch: int, index: torch.Tensor) -> torch.Tensor:
+    """A key per image, from its index in the data set [N]."""
+    return index + derive_seed("masks", seed, epoch)
+
+
+def hashed_uniform(keys: torch.Tensor, draw: int, size: int) -> torch.Tensor:
+    """Uniform values [N, size] in (0, 1) as a hash of (key, draw, place): computed on any device, stored nowhere, and
+    independent of batches and processes, which a generator's stream is not. The mixer is SplitMix64's."""
+    places = torch.arange(size, device=keys.device) + (draw << 32)
+    x = mix_bits(keys)[:, None] + places * -7046029254386353131  # 2**64 / golden ratio, as int64
+    return ((mix_bits(x) >> 40 & 0xFFFFFF).float() + 0.5) / 2**24
+
+
+def mix_bits(x: torch.Tensor) -> torch.Tensor:
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+        x = (x ^ (x >> shift & (1 << 64 - shift) - 1)) * factor
+    return x ^ (x >> 31 & (1 << 33) - 1)
+
+
+# --- Strategies without learning ---
+
+Strategy = Callable[[Ask], torch.Tensor]
+STRATEGIES: dict[str, "Strategy | type[LearnedMasking]"] = {}
+
+
+def register(entry: Callable) -> Callable:
+    """Under its own name; a class is registered by its `name`."""
+    STRATEGIES[getattr(entry, "name", entry.__name__)] = entry
+    return entry
+
+
+def constant(strategy: Strategy) -> Strategy:
+    """Marks a strategy that takes no notice of lambda_CL, which is then not reported."""
+    strategy.constant = True  # type: ignore[attr-defined]
+    return strategy
+
+
+@register
+@constant
+def random(ask: Ask) -> torch.Tensor:
+    """Every patch equally likely: vanilla MAE (He et al., CVPR 2022)."""
+    return ask.uniform()
+
+
+@register
+@constant
+def block(ask: Ask) -> torch.Tensor:
+    """Hidden patches form rectangles, as in BEiT (Bao et al., ICLR 2022), here to the exact ratio.
+
+    Rectangles are drawn one after the other. What the first ones cover is hidden first.
+    """
+    (height, width), number, device = ask.grid, 32, ask.imgs.device
+    area, aspect, top, left = (ask.uniform(number) for _ in range(4))  # [N, K] each
+    area = 0.08 + 0.24 * area  # of the image
+    aspect = torch.exp((2 * aspect - 1) * 1.2)  # between 0.3 and 3.3
+    tall, wide = (area * aspect).sqrt().clamp(max=1) * height, (area / aspect).sqrt().clamp(max=1) * width
+    rows = torch.arange(height, device=device) + 0.5 - (top * (height - tall)).unsqueeze(-1)  # [N, K, h]
+    columns = torch.arange(width, device=device) + 0.5 - (left * (width - wide)).unsqueeze(-1)  # [N, K, w]
+    in_rows, in_columns = (rows > 0) & (rows < tall[..., None]), (columns > 0) & (columns < wide[..., None])
+    covered = (in_rows[..., :, None] & in_columns[..., None, :]).flatten(2)  # [N, K, L]
+    first = torch.where(covered.any(dim=1), covered.float().argmax(dim=1), number)
+    # Within the last rectangle, which only part of the ratio is left for, whole rows are hidden.
+    return number - first + torch.linspace(0, 0.9, ask.num_patches, device=device)
+
+
+@register
+@constant
+def grid(ask: Ask) -> torch.Tensor:
+    """Visible patches as evenly spread as the ratio allows: every second one in both directions at 0.75 (He et al.'s
+    grid-wise sampling), shifted at random. Ranks are those of an ordered dither (Bayer, 1973), so any ratio works."""
+    height, width = ask.grid
+    shift = (ask.uniform(2) * 16).long()  # [N, 2]
+    rows = (torch.arange(height, device=ask.imgs.device) + shift[:, :1]) % 16  # [N, h]
+    columns = (torch.arange(width, device=ask.imgs.device) + shift[:, 1:]) % 16
+    rank = torch.zeros(len(shift), height, width, device=ask.imgs.device)
+    for bit in range(4):  # the lowest bits of the position make the coarsest distinction
+        row, column = rows[:, :, None] >> bit & 1, columns[:, None, :] >> bit & 1
+        rank = rank + ((row ^ column) * 2 + row) * 4.0 ** (3 - bit)
+    return rank.flatten(1)
+
+
+@register
+def noise(ask: Ask) -> torch.Tensor:
+    """Filtered noise on the patch grid, as in ColorMAE (Hinojosa et al., ECCV 2024): hidden patches are clumped (red),
+    clumped at one scale (green) or evenly spread (blue). By default the colour follows the curriculum."""
+    return coloured_noise(ask, ask.settings.mask_noise or "curriculum")
+
+
+def coloured_noise(ask: Ask, colour: str) -> torch.Tensor:
+    """Noise [N, L] of one colour; "curriculum" goes from blue at lambda_CL = 1 through white at 0 to red at -1."""
+    white = ask.normal()
+    if colour == "white":
+        return white
+    if colour == "curriculum":
+        weight = abs(ask.lambda_cl)
+        end = coloured_noise(ask, "blue" if ask.lambda_cl > 0 else "red")
+        return weight * end + (1 - weight) * white
+    filtered = {
+        "red": lambda z: blur(z, RED),
+        "green": lambda z: blur(z, GREEN) - blur(z, 2 * GREEN),
+        "blue": lambda z: z - blur(z, BLUE),
+    }[colour]
+    return standardise(filtered(white.unflatten(1, ask.grid)).flatten(1))
+
+
+def blur(z: torch.Tensor, sigma: float) -> torch.Tensor:
+    """[N, h, w] through a Gaussian filter that wraps around at the borders, so that no position is special."""
+    rows, columns = (circular_gaussian(side, sigma, z.device) for side in z.shape[1:])
+    return rows @ z @ columns
+
+
+@cache
+def circular_gaussian(side: int, sigma: float, device: torch.device) -> torch.Tensor:
+    """The symmetric matrix [side, side] of a circular Gaussian filter."""
+    distance = (torch.arange(side)[:, None] - torch.arange(side)[None, :]).abs()
+    distance = torch.minimum(distance, side - distance)
+    kernel = torch.exp(-(distance**2) / (2 * sigma**2))
+    return (kernel / kernel.sum(dim=1, keepdim=True)).to(device)
+
+
+def standardise(x: torch.Tensor) -> torch.Tensor:
+    """Each row to mean 0 and deviation 1."""
+    return (x - x.mean(dim=1, keepdim=True)) / (x.std(dim=1, keepdim=True) + 1e-5)
+
+
+# --- Learned strategies ---
+
+
+class LearnedMasking(ABC):
+    """A strategy with a module that is trained beside the autoencoder. A value per patch comes out of the module; the
+    mask is chosen by it, and it learns from the autoencoder's errors."""
+
+    name: str
+    value: str  # what the module's values are called in pictures
+    probability: bool  # whether they are probabilities
+
+    def __init__(self, settings: MaskSettings):
+        self.settings = settings
+
+    @abstractmethod
+    def build(self, mae: Autoencoder) -> nn.Module:
+        """A new module that fits `mae`."""
+
+    @abstractmethod
+    def choose(self, ask: Ask, values: torch.Tensor) -> torch.Tensor:
+        """Noise or visible patches, as for any strategy, given the module's values [N, L]."""
+
+    @abstractmethod
+    def errors(
+        self, mae: Autoencoder, imgs: torch.Tensor, values: torch.Tensor, pred: torch.Tensor
+    ) -> tuple[torch.Tensor, "Rows"]:
+        """Patch errors [M, L] that the module learns from, as a function of its `values`, and the rows they are for.
+        `pred` is what step 1 predicted."""
+
+    @abstractmethod
+    def losses(
+        self, values: torch.Tensor, error: torch.Tensor, mask: torch.Tensor, rows: "Rows", ask: Ask
+    ) -> dict[str, torch.Tensor]:
+        """The module's loss on the global batch under "cmm/loss", and its parts."""
+
+
+Rows = slice | list[int]
+
+
+@register
+class CurriculumMasking(LearnedMasking):
+    """CL-MAE (Madan et al., WACV 2024): the module outputs Z, the probability that a patch stays visible."""
+
+    name, value, probability = "curriculum", "Z", True
+
+    def __init__(self, settings: MaskSettings):
+        super().__init__(settings)
+        kl = {"tallied": kl_loss, "soft": soft_kl_loss}[settings.kl]
+        diversity = {"squared": diversity_loss, "distance": distance_diversity_loss}[settings.diversity]
+        # Of Z [N, L] and the mask ratio. A further loss is a function, an entry and a flag.
+        self.terms: dict[str, tuple[Callable[..., torch.Tensor], float]] = {
+            "gauss": (lambda z, ratio: gaussian_loss(z), settings.lambda_gauss),
+            "kl": (kl, settings.lambda_kl),
+            "div": (lambda z, ratio: diversity(z), settings.lambda_div),
+            "pos": (position_loss, settings.lambda_pos),
+        }
+
+    def build(self, mae: Autoencoder) -> nn.Module:
+        return build_cmm(mae, self.settings.cmm_depth or 5, self.settings.cmm_dim)
+
+    def choose(self, ask: Ask, values: torch.Tensor) -> torch.Tensor:
+        return -values if self.settings.select == "topk" else values >= 0.5
+
+    def errors(self, mae, imgs, values, pred):
+        """Step 2: no threshold and no selection; the autoencoder sees every patch as far as Z says."""
+        rows, here = evenly_spread_rows(len(imgs), self.settings.cmm_fraction)
+        _, pred, _ = mae(imgs[here], keep_prob=values[here], soft=self.settings.soft)
+        return mae.patch_error(imgs[here], pred), rows
+
+    def losses(self, values, error, mask, rows, ask):
+        """Eq. 1: lambda_CL(t) times the curriculum loss, plus the weighted others."""
+        of_errors = hidden_curriculum_loss if self.settings.soft == "attention" else curriculum_loss
+        parts = {"curriculum": ask.lambda_cl * of_errors(values[rows], error)}
+        weighted = [parts["curriculum"]]
+        for name, (function, weight) in self.terms.items():
+            if weight:
+                parts[name] = function(values, ask.mask_ratio)
+                weighted.append(weight * parts[name])
+        return {"cmm/loss": sum(weighted), **{f"cmm/{name}": value for name, value in parts.items()}}
+
+
+def evenly_spread_rows(n: int, fraction: float) -> tuple[Rows, Rows]:
+    """A share of the images: rows of the global batch, and of this process's n.
+
+    The order of images is random already, so these are as good as drawn; and they are the same images for any number
+    of processes, if the share of each process's batch is a whole number.
+    """
+    if fraction == 1:
+        return slice(None), slice(None)
+    number = max(round(fraction * n), 1)
+    here = [i * n // number for i in range(number)]
+    return [n * rank + row for rank in range(get_world_size()) for row in here], here
+
+
+@register
+class PredictiveMasking(LearnedMasking):
+    """The predictive curriculum: the module predicts each patch's error, and masks are drawn by it. A partner hides
+    what is predicted easy, an adversary what is predicted hard; at lambda_CL = 0 masks are random."""
+
+    name, value, probability = "predictive", "predicted error", False
+
+    def build(self, mae: Autoencoder) -> nn.Module:
+        return build_predictor(mae, self.settings.cmm_depth or 2, self.settings.cmm_dim)
+
+    def choose(self, ask: Ask, values: torch.Tensor) -> torch.Tensor:
+        colour = self.settings.mask_noise or "white"
+        noise = -ask.gumbel() if colour == "white" else coloured_noise(ask, colour)
+        return noise - ask.lambda_cl * self.settings.cmm_strength * standardise(values)
+
+    def errors(self, mae, imgs, values, pred):
+        """Step 1 has computed them already."""
+        return mae.patch_error(imgs, pred.detach()), slice(None)
+
+    def losses(self, values, error, mask, rows, ask):
+        return {"cmm/loss": prediction_loss(values, error, mask)}
+
+
+# --- From flags to masks ---
+
+
+def find_strategy(name: str) -> "Strategy | type[LearnedMasking]":
+    """A registered strategy, or the function or class NAME of a user's file, given as path/to/file.py:NAME."""
+    if name in STRATEGIES:
+        return STRATEGIES[name]
+    path, colon, entry = name.rpartition(":")
+    if not colon or not path.endswith(".py"):
+        known = ", ".join(STRATEGIES)
+        raise UserError(f"--masking {name} is unknown; known are {known}, or your own as path/to/file.py:name")
+    if not Path(path).is_file():
+        raise UserError(f"--masking {name}: there is no file {path}")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"--masking {name}: {path} cannot be imported")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not callable(getattr(module, entry, None)):
+        raise UserError(f"--masking {name}: {path} has no function or class {entry}")
+    return getattr(module, entry)
+
+
+class Masking:
+    """A strategy at work in a run: what the engine, the monitor and pictures ask for masks.
+
+    `module` is the network of a learned strategy, perhaps wrapped for several processes; else None.
+    """
+
+    def __init__(self, settings: MaskSettings, grid: tuple[int, int], module: nn.Module | None = None):
+        self.settings, self.grid, self.module = settings, grid, module
+        strategy = find_strategy(settings.masking)
+        self.learned = (
+            strategy(settings) if isinstance(strategy, type) and issubclass(strategy, LearnedMasking) else None
+        )
+        self.strategy = None if self.learned else strategy
+
+    def learns_at(self, step: int) -> bool:
+        return self.learned is not None and step % self.settings.cmm_every == 0
+
+    def values(self, imgs: torch.Tensor) -> torch.Tensor | None:
+        """What the module says of each patch [N, L]."""
+        return None if self.module is None else self.module(imgs)
+
+    def unwrapped_values(self, imgs: torch.Tensor) -> torch.Tensor | None:
+        """The same in one of several processes, without the others."""
+        return None if self.module is None else without_ddp(self.module)(imgs)
+
+    def keep_prob(self, values: torch.Tensor | None) -> torch.Tensor | None:
+        """The module's values where they are probabilities, as Z is."""
+        return values if self.learned is not None and self.learned.probability else None
+
+    def health(self, mask: torch.Tensor, values: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """Of the masks [N, L] of all processes."""
+        keep_prob = self.keep_prob(values)
+        keep_prob = None if keep_prob is None else gather_rows(keep_prob.detach(), equal=True)
+        return mask_health(gather_rows(mask, equal=True), keep_prob)
+
+    def ask(self, imgs: torch.Tensor, index: torch.Tensor, epoch: int, progress: float) -> Ask:
+        """`index` [N]: of the images in their data set. `progress` of the run, from 0 to 1."""
+        settings = self.settings
+        keys = image_keys(settings.seed, epoch, index.to(imgs.device, non_blocking=True))
+        return Ask(imgs, self.grid, settings.ratio(epoch), settings.lambda_cl(progress), keys, settings)
+
+    @torch.no_grad()
+    def choose(self, ask: Ask, values: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        """The masking argument of the autoencoder: `noise` or `visible`."""
+        if self.function is not None:
+            chosen = self.function(ask)
+        else:
+            assert self.learned is not None
+            assert values is not None
+            chosen = self.learned.choose(ask, values)
+        expected = (len(ask.imgs), ask.num_patches)
+        if not isinstance(chosen, torch.Tensor) or chosen.shape != expected:
+            shape = tuple(chosen.shape) if isinstance(chosen, torch.Tensor) else type(chosen).__name__
+            raise UserError(f"--masking {self.settings.masking} returned {shape}; a strategy returns {expected}")
+        return {"visible": chosen} if chosen.dtype == torch.bool else {"noise": chosen.float()}
 
 
 def mask_health(mask: torch.Tensor, keep_prob: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
@@ -27,7 +450,8 @@ def mask_health(mask: torch.Tensor, keep_prob: torch.Tensor | None = None) -> di
     visible      share of visible tokens, mean over images         visible_std   its standard deviation over images
     distinct     share of masks in the batch that differ from all before them (1/N: mode collapse)
     hamming      share of tokens in which two masks differ, mean over pairs of images
-    unseen       share of positions that no image of the batch shows: masks may differ, and yet be made for the place
+    unseen       share of positions that no image of the batch shows
+    place        share of the masks' variance that the position alone explains (0: none, 1: one mask for all)
     decisive     share of Z within 0.1 of 0 or 1
     """
     n, num_patches = mask.shape
@@ -42,6 +466,7 @@ def mask_health(mask: torch.Tensor, keep_prob: torch.Tensor | None = None) -> di
         "distinct": 1 - repeats / n,
         "hamming": differing.sum() / (num_patches * max(n * (n - 1), 1)),
         "unseen": mask.all(dim=0).float().mean(),
+        "place": mask.mean(dim=0).var(correction=0) / mask.var(correction=0).clamp(min=1e-6),
     }
     if keep_prob is not None:
         health["decisive"] = ((keep_prob - 0.5).abs() >= 0.4).float().mean()

@@ -1,10 +1,10 @@
-"""Curriculum masking module: images in, the probability that each token stays visible out; its losses and schedule.
+"""Masking modules: images in, a value for each patch out; their losses, and the curriculum schedule.
 
     cmm = build_cmm(mae)
-    keep_prob = cmm(imgs)                               # Z, float [N, L]
+    keep_prob = cmm(imgs)                               # Z, float [N, L]: the probability that a patch stays visible
     visible = keep_prob >= 0.5                          # what the autoencoder may see
 
-The module knows nothing of the autoencoder; engine_pretrain.py joins the two. Equation numbers are those of
+The modules know nothing of the autoencoder; engine_pretrain.py joins the two. Equation numbers are those of
 docs/method.md, which also says where and why a loss departs from the paper's printed formula.
 """
 
@@ -17,7 +17,7 @@ from timm.layers import Mlp
 from timm.models.vision_transformer import PatchEmbed
 
 from models_mae import (
-    MaskedAutoencoderViT,
+    Autoencoder,
     check_divisible,
     init_linear_and_norm,
     init_patch_embed,
@@ -28,11 +28,11 @@ from models_mae import (
 from util.pos_embed import get_2d_sincos_pos_embed
 
 SIGMA = 0.12  # width of the Gaussian loss around Z = 0.5
-REFERENCE_TOKENS = 196  # tokens of a 224 px image in 16 px patches, where the paper balanced the loss weights
+PAPER_TOKENS = (196, 256)  # tokens of the paper's backbones at 224 px; all three share its loss weights
 
 
-class CurriculumMaskingModule(nn.Module):
-    """A short ViT whose [CLS] token decides about every patch. N images, L patches, D width."""
+class MaskingViT(nn.Module):
+    """The trunk of a masking module: a short ViT with its own patch embedding. N images, L patches, D width."""
 
     def __init__(
         self,
@@ -44,12 +44,13 @@ class CurriculumMaskingModule(nn.Module):
         num_heads: int = 12,
         mlp_ratio: float = 4.0,
         norm_layer: Callable[[int], nn.Module] = vit_layer_norm,
+        outputs: int | None = None,
     ):
         super().__init__()
         check_divisible(img_size, patch_size)
         self.grad_checkpointing = False
-        # Its own embedding, not the autoencoder's: so its output cannot change while the autoencoder is updated,
-        # and one forward pass serves both steps of an iteration.
+        # Its own embedding, not the autoencoder's: its output cannot change while the autoencoder is updated, so one
+        # forward pass serves both steps of an iteration.
         self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim)
         num_patches = self.patch_embed.num_patches
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
@@ -57,7 +58,7 @@ class CurriculumMaskingModule(nn.Module):
         self.blocks = transformer_blocks(depth, embed_dim, num_heads, mlp_ratio, norm_layer)
         self.norm = norm_layer(embed_dim)
         self.mlp = Mlp(embed_dim, int(embed_dim * mlp_ratio))
-        self.head = nn.Linear(embed_dim, num_patches)
+        self.head = nn.Linear(embed_dim, outputs or num_patches)
         self.initialize_weights()
 
     def initialize_weights(self) -> None:
@@ -71,91 +72,175 @@ class CurriculumMaskingModule(nn.Module):
         """As the autoencoder's."""
         self.grad_checkpointing = enable
 
-    def no_weight_decay(self) -> set[str]:
-        """Parameters that timm's optimizer helpers exempt from weight decay, besides biases and norms."""
-        return {"cls_token", "pos_embed"}
-
-    def forward(self, imgs: torch.Tensor) -> torch.Tensor:
-        """Images [N, C, H, W] to Z [N, L] in [0, 1], float32 under any autocast."""
+    def forward_trunk(self, imgs: torch.Tensor) -> torch.Tensor:
+        """Images [N, C, H, W] to tokens [N, 1 + L, D], [CLS] first."""
         x = self.patch_embed(imgs) + self.pos_embed[:, 1:, :]
         cls_token = self.cls_token + self.pos_embed[:, :1, :]
         x = torch.cat([cls_token.expand(x.shape[0], -1, -1), x], dim=1)
-        x = run_blocks(self.blocks, x, grad_checkpointing=self.grad_checkpointing)
-        x = self.norm(x[:, 0])  # [N, D]
+        return run_blocks(self.blocks, x, grad_checkpointing=self.grad_checkpointing)
+
+
+class CurriculumMaskingModule(MaskingViT):
+    """The paper's module (CMM): the [CLS] token decides about every patch."""
+
+    def forward(self, imgs: torch.Tensor) -> torch.Tensor:
+        """Images [N, C, H, W] to Z [N, L] in [0, 1], float32 under any autocast."""
+        x = self.norm(self.forward_trunk(imgs)[:, 0])  # [N, D]
         return self.head(self.mlp(x)).float().sigmoid()
 
 
-def build_cmm(mae: MaskedAutoencoderViT, depth: int = 5, dim: int | None = None, **kwargs) -> CurriculumMaskingModule:
-    """The masking module that fits `mae`: its image and patch size, channels, width and heads.
+class ErrorPredictor(MaskingViT):
+    """The predictive curriculum's module: each patch token predicts the relative error of its own patch."""
 
-    A narrower one, of width `dim`, has fewer heads of the same width.
-    """
-    width, num_heads = mae.cls_token.shape[-1], mae.blocks[0].attn.num_heads
-    dim = width if dim is None else dim
-    if dim < 1 or dim % (width // num_heads):
-        raise ValueError(f"a width of {dim} is not a multiple of {width // num_heads}, the width of the model's heads")
-    fitting = dict(
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, outputs=1, **kwargs)
+        nn.init.normal_(self.head.weight, std=0.02)  # one output: Xavier would start with large, arbitrary scores
+
+    def forward(self, imgs: torch.Tensor) -> torch.Tensor:
+        """Images [N, C, H, W] to scores [N, L], float32 under any autocast."""
+        x = self.norm(self.forward_trunk(imgs)[:, 1:])  # [N, L, D]
+        return self.head(self.mlp(x)).squeeze(-1).float()
+
+
+def build_cmm(mae: Autoencoder, depth: int = 5, dim: int | None = None) -> CurriculumMaskingModule:
+    """The paper's module for `mae`: its image and patch size and channels, by default its width."""
+    return CurriculumMaskingModule(**fitting(mae, depth, mae.width if dim is None else dim))
+
+
+def build_predictor(mae: Autoencoder, depth: int = 2, dim: int | None = None) -> ErrorPredictor:
+    """The predictive module for `mae`; narrow by default, because it is all that the method adds to an MAE step."""
+    head_width = mae.width // mae.num_heads
+    return ErrorPredictor(
+        **fitting(mae, depth, max(mae.width // 4 // head_width, 1) * head_width if dim is None else dim)
+    )
+
+
+def fitting(mae: Autoencoder, depth: int, dim: int) -> dict:
+    """The arguments of a module of width `dim` that fits `mae`, with heads of the same width as the encoder's."""
+    head_width = mae.width // mae.num_heads
+    if dim < 1 or dim % head_width:
+        raise ValueError(f"a width of {dim} is not a multiple of {head_width}, the width of the model's heads")
+    return dict(
         img_size=mae.patch_embed.img_size,
         patch_size=mae.patch_embed.patch_size[0],
         in_chans=mae.in_chans,
         embed_dim=dim,
-        num_heads=dim * num_heads // width,
+        depth=depth,
+        num_heads=dim // head_width,
     )
-    return CurriculumMaskingModule(depth=depth, **{**fitting, **kwargs})
 
 
-def lambda_cl(step: int, total_steps: int, end: float = -0.1) -> float:
-    """Eq. 2: its weight falls linearly from 1 at step 0 (partner) to `end` at `total_steps` (adversary)."""
-    return 1.0 - (1.0 - end) * step / total_steps
+def lambda_cl(progress: float, start: float = 1.0, end: float = -0.1) -> float:
+    """Eq. 2: the weight falls linearly from `start` (partner) at progress 0 to `end` (adversary) at progress 1."""
+    return start + (end - start) * progress
 
 
-def curriculum_loss(keep_prob: torch.Tensor, error: torch.Tensor, weight: float) -> torch.Tensor:
-    """Eq. 3: `weight` times the mean of the patch errors [N, L], each weighed by how far its patch is removed.
+def curriculum_loss(keep_prob: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
+    """Eq. 3, but for lambda_CL: mean of the patch errors [N, L], each weighted by how far its patch is removed.
 
     The gradient reaches Z through both factors. A batch with nothing removed gives 0.
     """
     removed = 1 - keep_prob
     # The error of a batch with nothing removed is undefined; the clamp makes it 0 and keeps its gradient finite.
-    return weight * (removed * error).sum() / removed.sum().clamp(min=1e-6)
+    return (removed * error).sum() / removed.sum().clamp(min=1e-6)
+
+
+def hidden_curriculum_loss(keep_prob: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
+    """Eq. 3 over hidden patches (Z < 0.5) alone and in tokens: L times their weighted mean error.
+
+    Visible patches have no trained prediction, so their error must not count; and as a mean over tokens the term's
+    slope lies far below the Gaussian's barrier.
+    """
+    removed = (1 - keep_prob) * (keep_prob < 0.5)
+    return keep_prob.shape[1] * (removed * error).sum() / removed.sum().clamp(min=1e-6)
 
 
 def gaussian_loss(keep_prob: torch.Tensor) -> torch.Tensor:
-    """Eq. 4: a bump of height sigma * sqrt(2 pi) at Z = 0.5 pushes every Z towards 0 or 1; the mean over tokens,
-    times L / 196 to keep its balance with the losses that grow with the number of tokens."""
+    """Eq. 4: a bump of height sigma * sqrt(2 pi) at Z = 0.5 pushes every Z towards 0 or 1; the mean over tokens.
+
+    At other sizes than the paper's it is scaled by L / 196, to keep its balance with the losses that count tokens.
+    """
     height = SIGMA * math.sqrt(2 * math.pi)
     bump = height * torch.exp(-((keep_prob - 0.5) ** 2) / (2 * SIGMA**2))
-    return bump.mean() * keep_prob.shape[1] / REFERENCE_TOKENS
+    num_patches = keep_prob.shape[1]
+    return bump.mean() * (1 if num_patches in PAPER_TOKENS else num_patches / PAPER_TOKENS[0])
 
 
 def kl_loss(keep_prob: torch.Tensor, mask_ratio: float) -> torch.Tensor:
-    """Eq. 5: divergence of the tallied counts of masked and visible tokens from the wanted ones; mean over images.
+    """Eq. 5: divergence of the tallied counts of masked and visible tokens from the target; mean over images.
 
-    The tally is taken after the threshold, where the autoencoder sees it, and its gradient goes straight through to Z.
+    The tally is taken after the threshold, where the autoencoder sees it; its gradient passes straight through to Z.
     """
     num_patches = keep_prob.shape[1]
-    hard = (keep_prob >= 0.5).to(keep_prob.dtype)
-    visible_count = (hard + keep_prob - keep_prob.detach()).sum(dim=1)  # [N]
+    visible_count = straight_through(keep_prob).sum(dim=1)  # [N]
     masked_count = num_patches - visible_count
     masked_target, visible_target = mask_ratio * num_patches, (1 - mask_ratio) * num_patches
-    # Half a token stands for none: the logarithm stays finite, and so does its pull. The clamp must not cut the
-    # gradient, because an image with no visible token at all is the one that needs it.
+    # Half a token stands for none, so that the logarithm stays finite.
     divergence = masked_target * torch.log(masked_target / clamp_value(masked_count, 0.5)) + visible_target * torch.log(
         visible_target / clamp_value(visible_count, 0.5)
     )
     return divergence.mean()
 
 
-def clamp_value(x: torch.Tensor, minimum: float) -> torch.Tensor:
-    """max(x, minimum) whose gradient is 1 everywhere."""
-    return x + (x.clamp(min=minimum) - x).detach()
+def soft_kl_loss(keep_prob: torch.Tensor, mask_ratio: float) -> torch.Tensor:
+    """The released code's ratio loss, as a control: divergence of the soft visible fraction, summed over the batch."""
+    visible, target = keep_prob.mean(dim=1), 1 - mask_ratio
+    return (visible * torch.log(visible / target) + (1 - visible) * torch.log((1 - visible) / mask_ratio)).sum()
+
+
+def position_loss(keep_prob: torch.Tensor, mask_ratio: float) -> torch.Tensor:
+    """Eq. 7: divergence of each position's visible rate over the batch from 1 - mask_ratio; sum over positions.
+
+    Diversity keeps images apart but saturates once their masks differ in a few tokens; this keeps every position in
+    play. Tallied after the threshold, as the KL loss.
+    """
+    n, target = keep_prob.shape[0], 1 - mask_ratio
+    visible = clamp_value(straight_through(keep_prob).mean(dim=0), 0.5 / n, 1 - 0.5 / n)  # [L]
+    return (target * torch.log(target / visible) + mask_ratio * torch.log(mask_ratio / (1 - visible))).sum()
+
+
+def straight_through(keep_prob: torch.Tensor) -> torch.Tensor:
+    """1 where Z >= 0.5, else 0, with the gradient of Z."""
+    hard = (keep_prob >= 0.5).to(keep_prob.dtype)
+    return hard + keep_prob - keep_prob.detach()
+
+
+def clamp_value(x: torch.Tensor, minimum: float, maximum: float | None = None) -> torch.Tensor:
+    """clamp whose gradient is 1 everywhere: what lies outside the bounds needs its gradient most."""
+    return x + (x.clamp(min=minimum, max=maximum) - x).detach()
 
 
 def diversity_loss(keep_prob: torch.Tensor) -> torch.Tensor:
     """Eq. 6: mean over all pairs of different images of exp(-||Z_i - Z_j||^2); 0 for a batch of one."""
-    n = keep_prob.shape[0]
-    centred = keep_prob - 0.5  # shorter vectors lose less to rounding in the product below; distances are the same
+    return mean_over_pairs(torch.exp(-squared_distances(keep_prob)))
+
+
+def distance_diversity_loss(keep_prob: torch.Tensor) -> torch.Tensor:
+    """The released code's diversity, as a control: exp(-0.1 ||Z_i - Z_j||), which does not saturate."""
+    return mean_over_pairs(torch.exp(-0.1 * (squared_distances(keep_prob) + 1e-12).sqrt()))
+
+
+def squared_distances(keep_prob: torch.Tensor) -> torch.Tensor:
+    """Between all pairs of rows of Z [N, L]: [N, N]."""
+    centred = keep_prob - 0.5  # shorter vectors lose less to rounding in the product; distances are the same
     norms = centred.square().sum(dim=1)
-    distances = norms[:, None] + norms[None, :] - 2 * centred @ centred.T  # [N, N], squared
-    similarity = torch.exp(-distances.clamp(min=0))
-    off_diagonal = ~torch.eye(n, dtype=torch.bool, device=keep_prob.device)
+    return (norms[:, None] + norms[None, :] - 2 * centred @ centred.T).clamp(min=0)
+
+
+def mean_over_pairs(similarity: torch.Tensor) -> torch.Tensor:
+    """Mean of [N, N] off the diagonal."""
+    n = len(similarity)
+    off_diagonal = ~torch.eye(n, dtype=torch.bool, device=similarity.device)
     return (similarity * off_diagonal).sum() / max(n * (n - 1), 1)
+
+
+def prediction_loss(score: torch.Tensor, error: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Eq. 8: squared error of the scores against the patch errors, standardised within each image's removed patches.
+
+    All are [N, L]; mask: 0 is keep, 1 is remove. The errors of removed patches are what step 1 has computed anyway.
+    """
+    count = mask.sum(dim=1, keepdim=True).clamp(min=1)
+    centred = (error - (error * mask).sum(dim=1, keepdim=True) / count) * mask
+    deviation = (centred.square().sum(dim=1, keepdim=True) / count).sqrt()
+    target = centred / deviation.clamp(min=1e-6)
+    return ((score - target).square() * mask).sum() / mask.sum().clamp(min=1)

@@ -2,21 +2,62 @@
 
     mae = mae_vit_base_patch16()
     loss, pred, mask = mae(imgs, mask_ratio=0.75)       # random masks, exactly upstream
+    loss, pred, mask = mae(imgs, noise=noise)           # float [N, L], the smallest stay visible: any exact-ratio mask
     loss, pred, mask = mae(imgs, visible=visible)       # bool [N, L], True is kept: any mask, any number per image
-    loss, pred, mask = mae(imgs, keep_prob=keep_prob)   # float [N, L]: every token scaled, none dropped
+    loss, pred, mask = mae(imgs, keep_prob=keep_prob)   # float [N, L]: soft masks, differentiable in keep_prob
 
-The autoencoder knows nothing of where a mask comes from; engine_pretrain.py joins it with a masking module.
+The autoencoder knows nothing of where a mask comes from: masking.py chooses it, engine_pretrain.py joins the two.
 """
 
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from timm.models.vision_transformer import Block, PatchEmbed
 from torch.utils.checkpoint import checkpoint
 
 from util.pos_embed import get_2d_sincos_pos_embed
+
+SOFT = ("attention", "tokens")  # what keep_prob multiplies
+
+
+class Autoencoder(Protocol):
+    """What pretraining asks of an autoencoder, beside being an nn.Module. `MaskedAutoencoderViT` is one.
+
+    N images, L patches, P values per patch; masks: 0 is keep, 1 is remove.
+    """
+
+    patch_embed: PatchEmbed  # num_patches, grid_size, img_size and patch_size are read
+    in_chans: int
+    norm_pix_loss: bool
+    width: int  # of the encoder and its heads: a learned masking module takes after them
+    num_heads: int
+
+    def __call__(
+        self,
+        imgs: torch.Tensor,
+        mask_ratio: float = 0.75,
+        *,
+        noise: torch.Tensor | None = None,
+        visible: torch.Tensor | None = None,
+        keep_prob: torch.Tensor | None = None,
+        soft: str = "tokens",
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Loss, predicted patches [N, L, P], mask [N, L]. `keep_prob` is needed for `--masking curriculum` alone."""
+        ...
+
+    def patchify(self, imgs: torch.Tensor) -> torch.Tensor: ...
+
+    def unpatchify(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def patch_error(self, imgs: torch.Tensor, pred: torch.Tensor) -> torch.Tensor:
+        """Error of each patch [N, L]."""
+        ...
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None: ...
 
 
 class MaskedAutoencoderViT(nn.Module):
@@ -43,7 +84,8 @@ class MaskedAutoencoderViT(nn.Module):
     ):
         super().__init__()
         check_divisible(img_size, patch_size)
-        self.in_chans = in_chans
+        self.in_chans, self.img_size = in_chans, (img_size, img_size) if isinstance(img_size, int) else tuple(img_size)
+        self.width, self.num_heads = embed_dim, num_heads
         self.norm_pix_loss = norm_pix_loss
         self.grad_checkpointing = False
         self.pad_to = 1  # lengths of padded sequences, [CLS] included, are multiples of this
@@ -82,25 +124,19 @@ class MaskedAutoencoderViT(nn.Module):
         init_linear_and_norm(m)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Keep only the blocks' inputs for the backward pass, and compute the rest again there: less memory, a third
-        more work. timm's name for it."""
+        """Store only the blocks' inputs and recompute the rest in the backward pass: less memory, a third more work.
+        timm's name for it."""
         self.grad_checkpointing = enable
-
-    def no_weight_decay(self) -> set[str]:
-        """Parameters that timm's optimizer helpers exempt from weight decay, besides biases and norms."""
-        return {"cls_token", "mask_token", "pos_embed", "decoder_pos_embed"}
 
     def patchify(self, imgs: torch.Tensor) -> torch.Tensor:
         """Images [N, C, H, W] to patches [N, L, P]; within a patch the channel runs fastest."""
-        p = self.patch_embed.patch_size[0]
-        h, w = self.patch_embed.grid_size
+        p, (h, w) = int(self.patch_embed.patch_size[0]), map(int, self.patch_embed.grid_size)
         x = imgs.reshape(imgs.shape[0], self.in_chans, h, p, w, p)
         return x.permute(0, 2, 4, 3, 5, 1).reshape(imgs.shape[0], h * w, p * p * self.in_chans)
 
     def unpatchify(self, x: torch.Tensor) -> torch.Tensor:
         """Patches [N, L, P] back to images [N, C, H, W]."""
-        p = self.patch_embed.patch_size[0]
-        h, w = self.patch_embed.grid_size
+        p, (h, w) = int(self.patch_embed.patch_size[0]), map(int, self.patch_embed.grid_size)
         x = x.reshape(x.shape[0], h, w, p, p, self.in_chans)
         return x.permute(0, 5, 1, 3, 2, 4).reshape(x.shape[0], self.in_chans, h * p, w * p)
 
@@ -109,7 +145,7 @@ class MaskedAutoencoderViT(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Keep, per image, the int(L * (1 - mask_ratio)) tokens of `x` [N, L, D] with the smallest noise.
 
-        `noise` [N, L] is drawn here unless given; any score can take its place, which is how top-k masks are made.
+        `noise` [N, L] is drawn here unless given; any score can take its place.
         Returns the kept tokens [N, kept, D], the mask [N, L] and ids_restore [N, L], the inverse of the shuffle.
         """
         n, num_patches, _ = x.shape
@@ -151,6 +187,7 @@ class MaskedAutoencoderViT(nn.Module):
         noise: torch.Tensor | None = None,
         visible: torch.Tensor | None = None,
         keep_prob: torch.Tensor | None = None,
+        soft: str = "tokens",
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Images to latent tokens [N, 1 + kept, D], mask [N, L] and ids_restore (None in the soft path)."""
         x = self.patch_embed(x)
@@ -158,7 +195,11 @@ class MaskedAutoencoderViT(nn.Module):
 
         attn_mask = None
         if keep_prob is not None:
-            x, mask, ids_restore = x * keep_prob.unsqueeze(-1), 1 - keep_prob, None
+            mask, ids_restore = 1 - keep_prob, None
+            if soft == "attention":
+                attn_mask = attention_bias(keep_prob)
+            else:
+                x = x * keep_prob.unsqueeze(-1)
         elif visible is not None:
             x, mask, ids_restore, attn_mask = self.hard_masking(x, visible)
         else:
@@ -174,18 +215,19 @@ class MaskedAutoencoderViT(nn.Module):
     ) -> torch.Tensor:
         """Latent tokens [N, 1 + kept, D] to predicted patches [N, L, P].
 
-        Mask tokens fill the removed places. `mask` [N, L] is needed where the latent is padded, to put mask tokens over
-        the padding. Without `ids_restore` the tokens are complete and in place already (the soft path).
+        Mask tokens fill the removed places. Without `ids_restore` the tokens are complete and in place (the soft
+        paths). `mask` [N, L] blends the mask token in: over the padding of hard masks, by degree with soft attention.
         """
         x = self.decoder_embed(x)
+        cls_token, tokens = x[:, :1, :], x[:, 1:, :]
         if ids_restore is not None:
             n, num_patches = ids_restore.shape
-            num_removed = num_patches + 1 - x.shape[1]
-            tokens = torch.cat([x[:, 1:, :], self.mask_token.expand(n, num_removed, -1)], dim=1)
+            num_removed = num_patches - tokens.shape[1]
+            tokens = torch.cat([tokens, self.mask_token.expand(n, num_removed, -1)], dim=1)
             tokens = take_tokens(tokens, ids_restore)  # unshuffle
-            if mask is not None:
-                tokens = torch.where(mask.bool().unsqueeze(-1), self.mask_token, tokens)
-            x = torch.cat([x[:, :1, :], tokens], dim=1)  # [CLS] goes first again
+        if mask is not None:
+            tokens = torch.lerp(tokens, self.mask_token.to(tokens.dtype), mask.unsqueeze(-1).to(tokens.dtype))
+        x = torch.cat([cls_token, tokens], dim=1)
 
         x = x + self.decoder_pos_embed
         x = run_blocks(self.decoder_blocks, x, None, self.grad_checkpointing)
@@ -215,23 +257,29 @@ class MaskedAutoencoderViT(nn.Module):
         noise: torch.Tensor | None = None,
         visible: torch.Tensor | None = None,
         keep_prob: torch.Tensor | None = None,
+        soft: str = "tokens",
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns (loss, pred [N, L, P], mask [N, L]) for one of three ways to mask.
 
         mask_ratio  random masks; `noise` [N, L] replaces the drawn noise (the smallest values stay visible)
         visible     bool [N, L], True is kept: masks as told, with any number of visible tokens per image
-        keep_prob   float [N, L] in [0, 1]: each token is multiplied by its value, all tokens are encoded and decoded,
-                    and the loss weighs each patch's error by the mask, 1 - keep_prob
+        keep_prob   float [N, L] in [0, 1]: all tokens are encoded and decoded, and the loss weighs each patch's error
+                    by the mask, 1 - keep_prob. What `keep_prob` multiplies is `soft`: "tokens", the input tokens
+                    (the paper's step 2), or "attention", the attention to each token, with the decoder's input
+                    blended towards the mask token; for binary values that equals `visible`
         """
         self.check_inputs(imgs, noise=noise, visible=visible, keep_prob=keep_prob)
-        latent, mask, ids_restore = self.forward_encoder(imgs, mask_ratio, noise, visible, keep_prob)
-        pred = self.forward_decoder(latent, ids_restore, mask if visible is not None else None)
+        if soft not in SOFT:
+            raise ValueError(f"soft={soft!r} is unknown; known are {', '.join(SOFT)}")
+        latent, mask, ids_restore = self.forward_encoder(imgs, mask_ratio, noise, visible, keep_prob, soft)
+        blended = visible is not None or (keep_prob is not None and soft == "attention")
+        pred = self.forward_decoder(latent, ids_restore, mask if blended else None)
         return self.forward_loss(imgs, pred, mask), pred, mask
 
     def check_inputs(self, imgs: torch.Tensor, **masking: torch.Tensor | None) -> None:
         """Refuse, by name, what would otherwise fail deep inside or, worse, broadcast."""
-        if imgs.ndim != 4 or imgs.shape[1:] != (self.in_chans, *self.patch_embed.img_size):
-            expected = (self.in_chans, *self.patch_embed.img_size)
+        expected = (self.in_chans, *self.img_size)
+        if imgs.ndim != 4 or imgs.shape[1:] != expected:
             raise ValueError(f"imgs has shape {tuple(imgs.shape)}, but this model takes (N, {str(expected)[1:]}")
         given = {name: value for name, value in masking.items() if value is not None}
         if len(given) > 1:
@@ -253,17 +301,25 @@ def take_tokens(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return torch.gather(x, dim=1, index=ids.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
 
 
+def attention_bias(keep_prob: torch.Tensor) -> torch.Tensor:
+    """Logits [N, 1, 1 + L, 1 + L] that multiply the attention to token j by keep_prob [N, L] before it is normalised;
+    [CLS], at place 0, keeps its weight. Expanded over queries, as fused kernels that differentiate it ask for."""
+    bias = F.pad(keep_prob.clamp(min=1e-6).log(), (1, 0))[:, None, None, :]
+    return bias.expand(-1, -1, bias.shape[-1], -1)
+
+
 def transformer_blocks(
     depth: int, dim: int, num_heads: int, mlp_ratio: float, norm_layer: Callable[[int], nn.Module]
 ) -> nn.ModuleList:
     """Pre-norm ViT blocks; timm's run torch's fused attention."""
-    return nn.ModuleList(Block(dim, num_heads, mlp_ratio, qkv_bias=True, norm_layer=norm_layer) for _ in range(depth))
+    make = partial(Block, dim, num_heads, mlp_ratio, qkv_bias=True, norm_layer=norm_layer)  # type: ignore[arg-type]
+    return nn.ModuleList(make() for _ in range(depth))
 
 
 def run_blocks(
     blocks: nn.ModuleList, x: torch.Tensor, attn_mask: torch.Tensor | None = None, grad_checkpointing: bool = False
 ) -> torch.Tensor:
-    """Tokens [N, L, D] through all blocks; `attn_mask` is true where tokens may be attended to."""
+    """Tokens [N, L, D] through all blocks; `attn_mask` is bool (true: may be attended to) or added to the logits."""
     for block in blocks:
         if grad_checkpointing and torch.is_grad_enabled():
             x = checkpoint(block, x, attn_mask=attn_mask, use_reentrant=False)

@@ -14,7 +14,15 @@ import timm.models.vision_transformer
 import torch
 
 from models_mae import MaskedAutoencoderViT, build_mae, check_divisible, vit_layer_norm
-from util.checkpoint import LAST, check_weights, load_checkpoint, load_weights, numbered_checkpoints
+from util.checkpoint import (
+    LAST,
+    check_weights,
+    load_checkpoint,
+    load_weights,
+    numbered_checkpoints,
+    settings_of,
+    weights_of,
+)
 from util.cli import UserError
 from util.misc import derive_seed, generator
 from util.pos_embed import interpolate_pos_embed
@@ -101,8 +109,8 @@ def load_encoder(
 ) -> VisionTransformer:
     """The frozen encoder of a checkpoint, in evaluation mode; what is None is read off the checkpoint.
 
-    `path` is a file of this project or of upstream MAE, whole or encoder alone. None gives random weights, those from
-    which a pretraining with `seed` starts: the floor. `drop_path` is for training: the rate at which the last block's
+    `path` is a file of this project or of upstream MAE, whole or encoder alone. None gives a random-weight baseline:
+    the weights from which a pretraining with `seed` starts. `drop_path` is for training: the rate at which the last block's
     branches are left out; that of the others rises linearly up to it.
     """
     if model is not None and model not in MODELS:
@@ -163,7 +171,7 @@ def classifier_of(
     in_chans: int | None = None,
 ) -> VisionTransformer:
     """The fine-tuned classifier in a checkpoint of this project or of upstream; its weights tell how it pools."""
-    weights = checkpoint.get("model", checkpoint)
+    weights = weights_of(checkpoint)
     if not isinstance(weights, dict) or "head.weight" not in weights:
         raise UserError(f"{source} has no head.weight: it is not the checkpoint of a fine-tuned classifier")
     pooled = "fc_norm.weight" in weights
@@ -182,12 +190,12 @@ def load_mae(path: str | Path, *, model: str | None = None) -> MaskedAutoencoder
 def mae_of(checkpoint: dict, source: str, *, model: str | None = None) -> MaskedAutoencoderViT:
     """As `load_mae`, of a checkpoint that is in memory."""
     encoder = encoder_weights(checkpoint, source)
-    weights = checkpoint.get("model", checkpoint)
+    weights = weights_of(checkpoint)
     if "mask_token" not in weights:
         raise UserError(f"{source} has no decoder: it holds an encoder alone")
     size = size_of(checkpoint, encoder)
     size = {} if size is None else {"img_size": size}
-    norm_pix_loss = bool((checkpoint.get("args") or {}).get("norm_pix_loss"))
+    norm_pix_loss = bool(settings_of(checkpoint).get("norm_pix_loss"))
     name, in_chans = model or f"mae_{infer_model(encoder, source)}", encoder["patch_embed.proj.weight"].shape[1]
     try:
         with torch.device("meta"):  # no time is lost on drawing weights that are replaced at once
@@ -199,7 +207,7 @@ def mae_of(checkpoint: dict, source: str, *, model: str | None = None) -> Masked
     return mae
 
 
-def find_checkpoint(path: str, flag: str = "--finetune") -> Path:
+def resolve_checkpoint(path: str, flag: str = "--finetune") -> Path:
     """`path` itself or, for a run's folder, its newest checkpoint; one of a whole epoch, if there is any."""
     if not Path(path).is_dir():
         return Path(path)
@@ -225,7 +233,7 @@ def random_weights(
 
 def encoder_weights(checkpoint: dict, source: str) -> dict[str, torch.Tensor]:
     """The encoder's part of a checkpoint: no decoder, no head. The weights may also be the file's whole content."""
-    weights = checkpoint.get("model", checkpoint)
+    weights = weights_of(checkpoint)
     if not isinstance(weights, dict) or "patch_embed.proj.weight" not in weights:
         raise UserError(f"{source} holds no patch_embed.proj.weight: it is not a checkpoint of a MAE or ViT")
     return {key: value for key, value in weights.items() if not key.startswith(("decoder_", "mask_token", "head."))}
@@ -249,7 +257,7 @@ def size_of(checkpoint: dict, weights: dict[str, torch.Tensor]) -> tuple[int, in
     if "pos_embed" not in weights:
         return None  # the missing key is named later
     num_patches, patch_size = weights["pos_embed"].shape[1] - 1, weights["patch_embed.proj.weight"].shape[-1]
-    told = (checkpoint.get("args") or {}).get("input_size")
+    told = settings_of(checkpoint).get("input_size")
     if told is not None:
         height, width = (told, told) if isinstance(told, int) else told
         if (height // patch_size) * (width // patch_size) == num_patches:

@@ -1,4 +1,4 @@
-"""Judge an encoder as a SLURM job: nearest neighbours, linear probing, few-shot probing or fine-tuning.
+"""Evaluate an encoder as a SLURM job: nearest neighbours, linear probing, few-shot probing or fine-tuning.
 
 All flags of main_knn.py, main_linprobe.py, main_fewshot.py or main_finetune.py, and those of the job:
     python submitit_eval.py --task linprobe --nodes 1 --ngpus 8 --partition NAME \

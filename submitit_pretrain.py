@@ -1,8 +1,7 @@
-"""Pretrain CL-MAE, or vanilla MAE, as a SLURM job that survives time-outs and preemption.
+"""Pretrain CL-MAE, or an MAE with any other masks, as a SLURM job that survives time-outs and preemption.
 
-All flags of main_pretrain.py, and those of the job:
-    python submitit_pretrain.py --nodes 8 --ngpus 8 --partition NAME \
-        --model mae_vit_base --norm_pix_loss --batch_size 64 --data_path /data/imagenet
+All flags of main_pretrain.py, and those of the job; eight nodes of eight GPUs make a batch of 4096:
+    python submitit_pretrain.py --nodes 8 --ngpus 8 --partition NAME --model mae_vit_base --batch_size 64
 
 Three seeds of both methods, as one job array:
     python submitit_pretrain.py --nodes 1 --ngpus 8 --array seed=0,1,2 masking=curriculum,random ...

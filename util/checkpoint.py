@@ -1,4 +1,14 @@
-"""Checkpoints: plain tensors and plain types, written whole or not at all, read without running anything."""
+"""Checkpoints: what they hold, written whole or not at all, read without running anything.
+
+A training checkpoint is a dict of tensors and plain types:
+    model, optimizer, scaler            state dicts with upstream's keys
+    cmm, optimizer_cmm, scaler_cmm      the same of a learned masking strategy, else absent
+    epoch       the last complete epoch, counted from 0
+    step        updates of the whole run so far; beyond those of `epoch`, an epoch has begun
+    log         what that epoch has logged so far; None between epochs
+    moment      where the curriculum stood: mask_ratio and, if masks follow it, lambda_cl
+    args        the run's flags and what was derived from them
+"""
 
 import argparse
 import errno
@@ -23,6 +33,40 @@ from util.cli import UserError, logger
 DAMAGE = (RuntimeError, EOFError, ValueError, TypeError, LookupError, AttributeError, AssertionError, struct.error)
 SAFETENSORS = ".safetensors"
 LAST = "checkpoint-last.pth"  # the newest state of a run, mostly from the middle of an epoch
+
+
+def training_checkpoint(
+    states: dict[str, dict], *, epoch: int, step: int, log: dict | None, moment: dict, args: argparse.Namespace
+) -> dict:
+    """The content of a training checkpoint; `states` are the networks', optimizers' and scalers'."""
+    return {**states, "epoch": epoch, "step": step, "log": log, "moment": moment, "args": vars(args)}
+
+
+def weights_of(checkpoint: dict) -> dict[str, torch.Tensor]:
+    """The autoencoder's or classifier's weights; a file may also hold nothing else."""
+    return checkpoint.get("model", checkpoint)
+
+
+def settings_of(checkpoint: dict) -> dict:
+    """The run's flags; empty where the file does not tell."""
+    return checkpoint.get("args") or {}
+
+
+def lambda_cl_of(checkpoint: dict) -> float | None:
+    """lambda_CL at the moment of a checkpoint, or None where masks do not follow it."""
+    if "moment" in checkpoint:
+        return checkpoint["moment"].get("lambda_cl")
+    return older_lambda_cl(checkpoint) if "cmm" in checkpoint else None
+
+
+def older_lambda_cl(checkpoint: dict) -> float:
+    """For checkpoints that do not store it, whose schedule was linear from 1."""
+    settings, step, log = settings_of(checkpoint), checkpoint["step"], checkpoint.get("log")
+    if settings.get("no_curriculum"):
+        return 0.0
+    # Within an epoch its log tells its length; between epochs the steps so far do.
+    per_epoch = log["iterations"] // settings["accum_iter"] if log else step // (checkpoint["epoch"] + 1)
+    return 1 - (1 - settings["lambda_cl_end"]) * step / (settings["epochs"] * per_epoch)
 
 
 def save_checkpoint(path: Path, state: dict) -> None:

@@ -1,9 +1,8 @@
-"""What every program shares: errors, logging, seeds, devices, processes, mixed precision, the optimizer step."""
+"""What every program shares: seeds, devices, processes, mixed precision, the optimizer step, provenance."""
 
 import argparse
 import datetime
 import hashlib
-import logging
 import os
 import platform
 import random
@@ -21,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from util.cli import STOP_SIGNALS, UserError, logger
+from util.cli import STOP_SIGNALS, UserError, silence
 
 PATIENCE = datetime.timedelta(minutes=10)  # how long processes wait for one that does not answer
 
@@ -56,7 +55,10 @@ def file_name(name: str) -> str:
     return re.sub(r"[^\w.-]+", "_", name)
 
 
-def pick_device(name: str) -> torch.device:
+def pick_device(name: str | None) -> torch.device:
+    """What `--device` names; by default a GPU where there is one."""
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -72,6 +74,7 @@ def init_distributed_mode(args: argparse.Namespace) -> torch.device:
     Plain python is a world of one. `args.world_size` then tells how many there are.
     """
     device = pick_device(args.device)
+    args.device = str(device)
     use_slurm_step()
     args.world_size = int(os.environ.get("WORLD_SIZE", 1))
     if args.world_size == 1:
@@ -87,7 +90,7 @@ def init_distributed_mode(args: argparse.Namespace) -> torch.device:
     rank = int(os.environ["RANK"])
     dist.init_process_group(backend, init_method=args.dist_url, rank=rank, world_size=args.world_size, timeout=PATIENCE)
     if not is_main_process():
-        logger.setLevel(logging.ERROR)  # the first process speaks for all
+        silence()  # the first process speaks for all
     return device
 
 

@@ -1,38 +1,19 @@
 """Curves of a run over its epochs, from the log.txt that it leaves."""
 
-import json
-from pathlib import Path
-
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from util.cli import UserError
 from util.plots.style import COLOURS, MARKERS, verbatim
 
 # Title, key in log.txt, the line where a run aims at or changes sides, and what that line means.
 PANELS = (
-    ("curriculum weight $\\lambda_{CL}$", "train_cmm_lambda_cl", 0.0, "neutral"),
+    ("curriculum weight $\\lambda_{CL}$", "train_lambda_cl", 0.0, "neutral"),
     ("error of hidden patches / of random ones", "mask_error_vs_random", 1.0, "below: partner, above: adversary"),
     ("reconstruction error (training loss)", "train_loss", None, ""),
     ("visible fraction", "train_mask_visible", None, ""),
     ("distance of masks (Hamming)", "train_mask_hamming", None, ""),
     ("decisive share of Z", "train_mask_decisive", None, ""),
 )
-
-
-def read_log(path: Path) -> list[dict]:
-    """The lines of a run's log.txt, given its folder, a checkpoint in it, or the file."""
-    folder = path if path.is_dir() else path.parent
-    log = path if path.name == "log.txt" else folder / "log.txt"
-    try:
-        lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
-    except OSError as error:
-        raise UserError(f"--curve needs {log}, which a run writes: {error.strerror}") from None
-    except ValueError as error:
-        raise UserError(f"{log} is not a run's log: {error}") from None
-    if not lines or not all(isinstance(line, dict) and "epoch" in line for line in lines):
-        raise UserError(f"{log} has no epochs yet")
-    return lines
 
 
 def curve_figure(logs: dict[str, list[dict]]) -> Figure:

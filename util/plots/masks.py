@@ -1,4 +1,4 @@
-"""Figures of masks and reconstructions: rows of images, many masks at once, and one mask over training."""
+"""Pictures of masks and reconstructions: rows of images, many masks at once, one mask over training."""
 
 import textwrap
 from dataclasses import dataclass
@@ -18,10 +18,11 @@ from models_mae import MaskedAutoencoderViT
 from util.datasets import pixel_statistics
 from util.plots.snapshot import Snapshot
 
-HEAT = "viridis"  # Z from 0, hidden, to 1, visible: as even in grey and to the colour-blind as in colour
+HEAT = "viridis"  # as even in grey and to the colour-blind as in colour
 TILE, LABEL, BAR, TITLE, GAP = 1.0, 1.3, 0.75, 0.34, 0.04  # inches: an image, margins, a block's title, between rows
 MARGIN, NOTE, NARROWEST = 0.08, 0.17, 4.8  # inches: around all, for a line of a note, and for a title
 CHARACTERS = 16  # of a note, per inch
+HEAT_ENDS = {"Z": ("hidden", "visible"), "predicted error": ("easy", "hard")}
 HIDDEN = 0.9  # a light grey, which few photographs have
 
 
@@ -31,7 +32,8 @@ class Block:
 
     title: str
     images: np.ndarray  # [N, H, W, 3]
-    keep_prob: np.ndarray | None  # Z [N, h, w]
+    heat: np.ndarray | None  # what the masking module says of each patch, [N, h, w]
+    heat_label: str  # what that is called
     visible: np.ndarray  # [N, h, w], 1 is visible
     reconstructed: np.ndarray  # [N, H, W, 3]
     health: dict[str, float]  # of these masks
@@ -40,8 +42,8 @@ class Block:
     def rows(self) -> dict[str, np.ndarray]:
         """The rows of the figure by their labels."""
         rows = {"image": self.images}
-        if self.keep_prob is not None:
-            rows["Z"] = self.per_pixel(self.keep_prob)
+        if self.heat is not None:
+            rows[self.heat_label] = self.per_pixel(self.heat)
         masked = np.where(self.per_pixel(self.visible)[..., None] > 0.5, self.images, HIDDEN)
         return {**rows, "mask": masked, "reconstruction": self.reconstructed}
 
@@ -58,15 +60,24 @@ def draw_block(snapshot: Snapshot, imgs: torch.Tensor, seed: int = 0, true_stats
     restored = reconstruction(model, imgs, done.pred, done.mask, true_stats)
     images, restored = (as_rgb(x).permute(0, 2, 3, 1).cpu().numpy() for x in (imgs, restored))
     visible = (1 - done.mask).reshape(-1, *grid).cpu().numpy()
+    learned = snapshot.masking.learned
     return Block(
         snapshot.title,
         images,
-        None if done.keep_prob is None else done.keep_prob.reshape(-1, *grid).cpu().numpy(),
+        None if done.values is None else heat_of(done.values).reshape(-1, *grid).cpu().numpy(),
+        "" if learned is None else learned.value,
         visible,
         restored,
-        {name: value.item() for name, value in mask_health(done.mask, done.keep_prob).items()},
+        {name: value.item() for name, value in mask_health(done.mask, snapshot.masking.keep_prob(done.values)).items()},
         reconstruction_note(model.norm_pix_loss, true_stats),
     )
+
+
+def heat_of(values: torch.Tensor) -> torch.Tensor:
+    """Values [N, L] in [0, 1] as they are; others stretched to it, image by image."""
+    low, high = values.amin(dim=1, keepdim=True), values.amax(dim=1, keepdim=True)
+    bounded = bool((low >= 0).all() and (high <= 1).all())
+    return values if bounded else (values - low) / (high - low).clamp(min=1e-6)
 
 
 def reconstruction_note(normalised: bool, true_stats: bool) -> str:
@@ -102,9 +113,9 @@ def masks_figure(blocks: list[Block]) -> Figure:
             axes = figure.add_axes((LABEL / size_x, top / size_y, strip_width / size_x, tile_height / size_y))
             draw_strip(axes, side_by_side(tiles))
             axes.text(-0.1 / strip_width, 0.5, label, transform=axes.transAxes, ha="right", va="center", fontsize=10)
-            if label == "Z":
+            if label == block.heat_label:
                 place = ((LABEL + strip_width + 0.1) / size_x, top / size_y, 0.1 / size_x, tile_height / size_y)
-                add_heat_bar(figure, figure.add_axes(place))
+                add_heat_bar(figure, figure.add_axes(place), HEAT_ENDS.get(label, ("low", "high")))
             top -= GAP
     figure.text(MARGIN / size_x, MARGIN / size_y, "\n".join(notes), fontsize=8, color="0.3")
     return figure
@@ -127,9 +138,9 @@ def draw_strip(axes: Axes, pixels: np.ndarray) -> None:
     axes.spines[:].set_visible(False)
 
 
-def add_heat_bar(figure: Figure, axes: Axes) -> None:
+def add_heat_bar(figure: Figure, axes: Axes, ends: tuple[str, str]) -> None:
     bar = figure.colorbar(ScalarMappable(cmap=HEAT), cax=axes, ticks=[0, 1])
-    bar.ax.set_yticklabels(["hidden", "visible"], fontsize=8)
+    bar.ax.set_yticklabels(ends, fontsize=8)
     bar.ax.tick_params(length=0, pad=2)
     bar.outline.set_visible(False)
 
@@ -251,17 +262,17 @@ def mask_picture(
     imgs: torch.Tensor,
     pred: torch.Tensor,
     mask: torch.Tensor,
-    keep_prob: torch.Tensor | None = None,
+    values: torch.Tensor | None = None,
     min_side: int = 64,
 ) -> torch.Tensor:
-    """A picture [3, height, width] in [0, 1] with a column per image. From the top: the image, Z (white stays visible),
-    the image with its removed patches in grey, and the reconstruction. Without Z that row is left out."""
+    """A picture [3, height, width] in [0, 1] with a column per image. From the top: the image, the masking module's
+    values [N, L], if any, in grey, the image with its removed patches in grey, and the reconstruction."""
     imgs = imgs.float()
     patches = model.patchify(imgs)
     masked = model.unpatchify(patches * (1 - mask.unsqueeze(-1)))  # 0 is the mean colour: grey
     rows = [as_rgb(imgs), as_rgb(masked), as_rgb(reconstruction(model, imgs, pred, mask))]
-    if keep_prob is not None:
-        heat = keep_prob.reshape(-1, 1, *model.patch_embed.grid_size)
+    if values is not None:
+        heat = heat_of(values).reshape(-1, 1, *model.patch_embed.grid_size)
         rows.insert(1, F.interpolate(heat, imgs.shape[-2:], mode="nearest").expand(-1, 3, -1, -1))
     columns = imgs.shape[0]
     tiles = torch.cat(rows)

@@ -23,9 +23,19 @@ import torch.distributed as dist
 from submitit.core import utils
 from submitit.core.utils import FailedJobError, FailedSubmissionError, UncompletedJobError
 
-from util.arguments import DEFAULT_OUTPUT_DIR, check_at_least
+from util.arguments import DEFAULT_OUTPUT_DIR, settle_shared_args
 from util.checkpoint import any_checkpoint
-from util.cli import ArgumentParser, Interrupted, UserError, end_children, logger, setup_logging
+from util.cli import (
+    ArgumentParser,
+    Interrupted,
+    UserError,
+    count,
+    count_or_zero,
+    end_children,
+    logger,
+    positive,
+    setup_logging,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 SIGNAL_DELAY = 120  # seconds between the cluster's warning and its end of the job: time to finish a step and save
@@ -54,17 +64,19 @@ def add_job_arguments(parser: ArgumentParser) -> None:
 
 def add_resource_arguments(job: _ArgumentGroup) -> None:
     """What a job asks the cluster for."""
-    job.add_argument("--nodes", default=2, type=int, help="number of nodes")
-    job.add_argument("--ngpus", default=8, type=int, help="GPUs, and processes, on each node; 0: one process, no GPU")
-    job.add_argument("--timeout", default=4320, type=int, help="minutes until the job is requeued to continue")
-    job.add_argument("--partition", default=None, help="default: the cluster's")
-    job.add_argument("--account", default=None, help="to be charged; default: the cluster's")
-    job.add_argument("--qos", default=None, help="quality of service; default: the cluster's")
-    job.add_argument("--constraint", default=None, help="node features to ask for")
+    job.add_argument("--nodes", default=2, type=count, help="number of nodes")
+    job.add_argument(
+        "--ngpus", default=8, type=count_or_zero, help="GPUs, and processes, on each node; 0: one process, no GPU"
+    )
+    job.add_argument("--timeout", default=4320, type=count, help="minutes until the job is requeued to continue")
+    job.add_argument("--partition", help="default: the cluster's")
+    job.add_argument("--account", help="to be charged; default: the cluster's")
+    job.add_argument("--qos", help="quality of service; default: the cluster's")
+    job.add_argument("--constraint", help="node features to ask for")
     job.add_argument("--use_volta32", action="store_true", help="ask for the node feature volta32gb")
-    job.add_argument("--comment", default=None, help="passed to the scheduler")
-    job.add_argument("--mem_gb", default=None, type=float, help="memory of each node; default: the cluster's")
-    job.add_argument("--cpus_per_task", default=None, type=int, help="default: one for each loader process, and one")
+    job.add_argument("--comment", help="passed to the scheduler")
+    job.add_argument("--mem_gb", type=positive, help="memory of each node; default: the cluster's")
+    job.add_argument("--cpus_per_task", type=count, help="default: one for each loader process, and one")
 
 
 def job_flags() -> set[str]:
@@ -74,7 +86,7 @@ def job_flags() -> set[str]:
     return set(vars(parser.parse_args([])))
 
 
-class Run:
+class ClusterJob:
     """A main program and its flags, as every process of a job calls it."""
 
     def __init__(self, program: str, args: Namespace):
@@ -96,7 +108,7 @@ class Run:
 
     def own_args(self, job_id: str) -> Namespace:
         """The flags for this start of the job, which may not be its first. A cluster may also restart a job by itself,
-        after a node failed. So it is the folder that tells: a run that is there goes on, whatever it began with."""
+        after a node failed. The folder decides: a run that is there is resumed, however it began."""
         args = copy.deepcopy(self.args)
         args.output_dir = args.output_dir.replace("%j", job_id)
         begun = args.output_dir and any_checkpoint(Path(args.output_dir))
@@ -139,7 +151,6 @@ def launch(program: str, parser: ArgumentParser, argv: list[str] | None = None) 
     argv = sys.argv[1:] if argv is None else argv
     parser.prog = Path(sys.argv[0]).name
     add_job_arguments(parser)
-    parser.set_defaults(device=None)  # the default is that of the job's machines, not of this one
     setup_logging()
     try:
         args = parser.parse_args(argv)
@@ -148,10 +159,28 @@ def launch(program: str, parser: ArgumentParser, argv: list[str] | None = None) 
             raise UserError(
                 f"--array: the runs would share {variants[0].output_dir}; put %j, the job id, into its name"
             )
-        return submit(build_executor(program, args), [Run(program, variant) for variant in variants], args)
+        for variant in variants:
+            check_before_submission(program, variant)
+        return submit(build_executor(program, args), [ClusterJob(program, variant) for variant in variants], args)
     except UserError as error:
         logger.error("%s", error)
         sys.exit(error.exit_code)
+
+
+def check_before_submission(program: str, args: Namespace) -> None:
+    """All of the program's own checks of its flags, so that no job waits in a queue to fail on a typo. Data and
+    checkpoints may be out of this machine's sight, which is worth a warning only."""
+    module = importlib.import_module(program)
+    own = copy.deepcopy(args)
+    if hasattr(module, "settle_shared_args"):
+        settle_shared_args(own)
+    module.check_args(own)
+    if args.data_set == "folder" and not Path(args.data_path).is_dir():
+        logger.warning("--data_path %s is not a folder on this machine; do the cluster's nodes see it?", args.data_path)
+    for flag in ("finetune", "init"):
+        path = getattr(args, flag, "")
+        if path and not Path(path).exists():
+            logger.warning("--%s %s does not exist on this machine; do the cluster's nodes see it?", flag, path)
 
 
 def combinations(array: list[str]) -> list[list[str]]:
@@ -179,8 +208,6 @@ def program_args(args: Namespace) -> Namespace:
 
 def build_executor(program: str, args: Namespace, after: str | None = None) -> submitit.AutoExecutor:
     """What submits jobs of `program`; those of SLURM start when the condition `after` is met, as in afterok:123."""
-    check_at_least(args, 1, "nodes", "timeout")
-    check_at_least(args, 0, "ngpus")
     if args.cluster == "slurm" and shutil.which("srun") is None:
         raise UserError("there is no SLURM here (no srun); use --cluster local, or torchrun without a cluster")
     if args.cluster != "slurm" and args.nodes > 1:
@@ -218,7 +245,7 @@ def build_executor(program: str, args: Namespace, after: str | None = None) -> s
     return executor
 
 
-def submit(executor: submitit.AutoExecutor, runs: list[Run], args: Namespace) -> list[submitit.Job]:
+def submit(executor: submitit.AutoExecutor, runs: list[ClusterJob], args: Namespace) -> list[submitit.Job]:
     """SLURM takes all runs at once; on this machine they run one after the other, as its devices are not shared out."""
     if args.cluster != "slurm":
         return [wait_for(executor.submit(run), args) for run in runs]
@@ -228,12 +255,12 @@ def submit(executor: submitit.AutoExecutor, runs: list[Run], args: Namespace) ->
     except (FailedSubmissionError, FailedJobError) as error:
         raise UserError(f"the job was not accepted: {error}") from None
     for job in jobs:
-        describe(job, args)
+        describe_job(job, args)
     return jobs
 
 
 def wait_for(job: submitit.Job, args: Namespace) -> submitit.Job:
-    describe(job, args)
+    describe_job(job, args)
     try:
         job.results()
     except UncompletedJobError as error:
@@ -255,7 +282,7 @@ def failure(job: submitit.Job) -> str | None:
     return min(tracebacks, key=lambda text: "by peer" in text, default=None)
 
 
-def describe(job: submitit.Job, args: Namespace) -> None:
+def describe_job(job: submitit.Job, args: Namespace) -> None:
     logger.info("job %s", job.job_id)
     logger.info("  logs    %s", job.paths.folder)
     logger.info("  follow  tail -F %s", job.paths.stdout)

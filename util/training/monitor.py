@@ -1,20 +1,22 @@
-"""What is looked at between epochs: pictures of the masks, how hard they are, and a quick nearest-neighbour check."""
+"""What is checked between epochs: pictures of the masks, how hard they are, and a quick nearest-neighbour check."""
 
 from argparse import Namespace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from masking import choose_masking
-from models_cmm import CurriculumMaskingModule
-from models_mae import MaskedAutoencoderViT
 from util.cli import UserError, logger
 from util.datasets import ImageDataset, build_eval_dataset, collate
-from util.evaluation import neighbours
 from util.evaluation.features import extract_features
+from util.evaluation.neighbours import nearest_neighbours
 from util.misc import amp_dtype, is_main_process
 from util.plots.masks import mask_picture
+
+if TYPE_CHECKING:
+    from masking import Masking
+    from models_mae import MaskedAutoencoderViT
 
 PICTURED_IMAGES, INSPECTED_IMAGES = 8, 64  # columns of the picture; images behind mask/error_vs_random
 KNN_TRAIN_IMAGES, KNN_VAL_IMAGES = 10_000, 2_000  # at most, because --knn_every is only a quick check
@@ -32,19 +34,15 @@ class Monitor:
         self.knn_data = knn_data(args) if args.knn_every else []
 
     def after_epoch(
-        self,
-        epoch: int,
-        model: MaskedAutoencoderViT,
-        cmm: CurriculumMaskingModule | None,
-        log_writer: SummaryWriter | None,
+        self, epoch: int, model: "MaskedAutoencoderViT", masking: "Masking", log_writer: SummaryWriter | None
     ) -> dict[str, float]:
-        """The figures of what is due after `epoch`; the picture goes to TensorBoard."""
-        figures = {}
-        if self.due(epoch, self.args.vis_every) and is_main_process():
-            figures |= self.look_at_masks(epoch, model, cmm, log_writer)
+        """The metrics that are due after `epoch`; the picture goes to TensorBoard."""
+        metrics = {}
+        if self.due(epoch, self.args.vis_every) and self.watched is not None:
+            metrics |= self.look_at_masks(self.watched, epoch, model, masking, log_writer)
         if self.due(epoch, self.args.knn_every):
-            figures |= self.nearest_neighbours(model)
-        return figures
+            metrics |= self.neighbour_accuracies(model)
+        return metrics
 
     def due(self, epoch: int, every: int) -> bool:
         return every > 0 and ((epoch + 1) % every == 0 or epoch + 1 == self.args.epochs)
@@ -52,31 +50,29 @@ class Monitor:
     @torch.no_grad()
     def look_at_masks(
         self,
+        imgs: torch.Tensor,
         epoch: int,
-        model: MaskedAutoencoderViT,
-        cmm: CurriculumMaskingModule | None,
+        model: "MaskedAutoencoderViT",
+        masking: "Masking",
         log_writer: SummaryWriter | None,
     ) -> dict[str, float]:
         """Draw the masks in use, and compare them with random ones.
 
-        "mask/error_vs_random" is the error of the patches that the CMM removes over that of as many random ones: below
-        1 the CMM is a partner, above 1 an adversary.
+        "mask/error_vs_random" is the error of the patches that the masks remove over that of as many random ones: below
+        1 for a partner, above 1 for an adversary.
         """
-        imgs, num_patches = self.watched, model.patch_embed.num_patches
-        keep_prob = cmm(imgs) if cmm is not None else None
-        masking = choose_masking(imgs, keep_prob, num_patches, 0, 0, self.args)
-        loss, pred, mask = model(imgs, self.args.mask_ratio, **masking)
+        values = masking.unwrapped_values(imgs)
+        index = torch.arange(len(imgs))
+        ask = masking.ask(imgs, index, epoch, (epoch + 1) / self.args.epochs)
+        loss, pred, mask = model(imgs, ask.mask_ratio, **masking.choose(ask, values))
         if log_writer is not None:
             n = PICTURED_IMAGES
-            picture = mask_picture(model, imgs[:n], pred[:n], mask[:n], None if keep_prob is None else keep_prob[:n])
-            log_writer.add_image("image, Z, mask, reconstruction", picture, (epoch + 1) * 1000)
-        if cmm is None:
-            return {}
-        random_masking = choose_masking(imgs, None, num_patches, 0, 0, self.args)
-        random_loss, _, _ = model(imgs, self.args.mask_ratio, **random_masking)
+            picture = mask_picture(model, imgs[:n], pred[:n], mask[:n], None if values is None else values[:n])
+            log_writer.add_image("image, score, mask, reconstruction", picture, (epoch + 1) * 1000)
+        random_loss, _, _ = model(imgs, ask.mask_ratio, noise=ask.uniform())
         return {"mask/error_vs_random": (loss / random_loss).item()}
 
-    def nearest_neighbours(self, model: MaskedAutoencoderViT) -> dict[str, float]:
+    def neighbour_accuracies(self, model: "MaskedAutoencoderViT") -> dict[str, float]:
         """Acc@1 and Acc@5 of the mean patch token; main_knn.py is the full evaluation."""
         model.eval()
         train, val = (
@@ -84,7 +80,7 @@ class Monitor:
                 partial(mean_patch_token, model),
                 dataset,
                 indices,
-                width=model.pos_embed.shape[-1],
+                width=model.width,
                 device=self.device,
                 amp=amp_dtype(self.args.amp, self.device),
                 num_workers=self.args.num_workers,
@@ -93,14 +89,14 @@ class Monitor:
             for dataset, indices in self.knn_data
         )
         model.train()
-        nearest = neighbours.nearest_neighbours(train.features, val.features, min(5, len(train)), device=self.device)[1]
+        nearest = nearest_neighbours(train.features, val.features, min(5, len(train)), device=self.device)[1]
         right = (train.labels[nearest] == val.labels[:, None]).double()
         acc1, acc5 = 100 * right[:, 0].mean().item(), 100 * right.amax(dim=1).mean().item()
         logger.info("nearest neighbour (quick check): Acc@1 %.2f  Acc@5 %.2f", acc1, acc5)
         return {"knn/acc1": acc1, "knn/acc5": acc5}
 
 
-def mean_patch_token(model: MaskedAutoencoderViT, imgs: torch.Tensor) -> torch.Tensor:
+def mean_patch_token(model: "MaskedAutoencoderViT", imgs: torch.Tensor) -> torch.Tensor:
     """Mean of the encoded patch tokens of whole images, float32 [N, D]."""
     visible = torch.ones(imgs.shape[0], model.patch_embed.num_patches, dtype=torch.bool, device=imgs.device)
     latent, _, _ = model.forward_encoder(imgs, 0.0, visible=visible)

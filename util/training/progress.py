@@ -1,4 +1,4 @@
-"""What a run reports while it runs: values kept on the device until they are wanted, averages, a bar or plain lines."""
+"""What a run reports: values kept on the device until they are due, the log of an epoch, log.txt, TensorBoard."""
 
 import datetime
 import json
@@ -11,20 +11,20 @@ from pathlib import Path
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from masking import mask_health
 from util.checkpoint import write_text
 from util.cli import LOG_INTERVAL, Progress, TrainingDiverged, UserError, logger
-from util.misc import gather_rows, is_main_process
+from util.misc import get_world_size, is_main_process
 from util.training.resume import Start
 
+LOG = "log.txt"
 SHOWN = (
-    *("loss", "cmm/loss", "cmm/lambda_cl", "mask/visible", "mask/distinct", "mask/decisive", "mask/error_vs_random"),
+    *("loss", "cmm/loss", "lambda_cl", "mask/visible", "mask/distinct", "mask/decisive", "mask/error_vs_random"),
     *("knn/acc1", "knn/acc5", "test/acc1", "test/acc5", "test/loss", "skipped_steps"),
 )
 
 
 def brief(values: Mapping[str, float]) -> dict[str, float]:
-    """The few figures that fit a line; all of them are in log.txt and TensorBoard."""
+    """The few values that fit a line; all of them are in log.txt and on TensorBoard."""
     return {name: values[name] for name in SHOWN if name in values}
 
 
@@ -71,7 +71,7 @@ class Averages:
 class LossGuard:
     """Watches the losses of a run: stops it at the first that is not finite or, under fp16, counts the skipped steps.
 
-    Under fp16 the gradient scaler has already left such a step out, and lowers its scale until the steps fit again.
+    Under fp16 the gradient scaler has already skipped such a step, and lowers its scale until the steps fit again.
     Only a long unbroken series of them means that the weights themselves are lost.
     """
 
@@ -99,7 +99,7 @@ class LossGuard:
 
 
 class Board(SummaryWriter):
-    """TensorBoard files that a run can do without: a full disk ends them, and not the run."""
+    """TensorBoard files that a run can do without: a full disk ends them, not the run."""
 
     broken = False
 
@@ -119,47 +119,47 @@ class Board(SummaryWriter):
             write(*args, **kwargs)
         except OSError as error:
             self.broken = True
-            logger.error("cannot write to TensorBoard's files in %s (%s); they end here", self.log_dir, error.strerror)
+            logger.error("cannot write TensorBoard files to %s (%s); they end here", self.log_dir, error.strerror)
 
 
 class EpochLog:
     """Collects the values of an epoch's iterations and reports them every LOG_INTERVAL, with one sync each time.
 
-    Losses come in as those of the global batch, so every process has the same log. `done` iterations of the epoch were
-    logged before, by a run that was interrupted.
+    Losses come in as those of the global batch, so every process has the same log. `start` tells what an interrupted
+    run has done and logged of its epoch before.
     """
 
     def __init__(
         self,
-        epoch: int,
-        done: int,
+        start: Start,
         iterations: int,
         loss_guard: LossGuard,
         log_writer: SummaryWriter | None,
-        global_batch: int,
+        args: Namespace,
     ):
-        self.epoch, self.iterations = epoch, iterations
+        self.epoch, self.iterations, self.first = start.epoch, iterations, start.steps_done * args.accum_iter
         self.loss_guard, self.log_writer = loss_guard, log_writer
         self.buffer, self.interval, self.averages = MetricBuffer(), Averages(), Averages()
         self.settings: dict[int, dict[str, float]] = {}
-        self.progress = Progress(f"epoch {epoch}", iterations, global_batch, done)
+        if start.log_state is not None:
+            self.interval.load_state_dict(start.log_state["interval"])
+            self.averages.load_state_dict(start.log_state["averages"])
+        header = f"epoch {start.epoch + 1}/{args.epochs}"
+        self.progress = Progress(header, iterations, args.batch_size * get_world_size(), self.first)
 
     def add(
         self,
         iteration: int,
         losses: dict[str, torch.Tensor],
         settings: dict[str, float],
-        mask: torch.Tensor | None = None,
-        keep_prob: torch.Tensor | None = None,
+        health: Callable[[], dict[str, torch.Tensor]] | None = None,
     ) -> None:
+        """`health` measures the masks of the global batch; it is called for one batch of each interval."""
         self.progress.advance()
         due = (iteration + 1) % LOG_INTERVAL == 0 or iteration + 1 == self.iterations
         values = dict(losses)
-        if due and mask is not None:  # the masks' health is sampled from one global batch of each interval
-            masks = gather_rows(mask, equal=True)
-            health = mask_health(masks, None if keep_prob is None else gather_rows(keep_prob.detach(), equal=True))
-            values |= {f"mask/{name}": value for name, value in health.items()}
-            values["mask/removed_error"] = losses["loss"]
+        if due and health is not None:
+            values |= {f"mask/{name}": value for name, value in health().items()}
         self.buffer.add(iteration, values)
         self.settings[iteration] = settings
         if due:
@@ -195,20 +195,16 @@ class EpochLog:
         parts = {"interval": self.interval.state_dict(), "averages": self.averages.state_dict()}
         return {"iterations": self.iterations, **parts}
 
-    def load_state_dict(self, state: dict) -> None:
-        self.interval.load_state_dict(state["interval"])
-        self.averages.load_state_dict(state["averages"])
-
     def close(self) -> dict[str, float]:
         self.progress.close()
         return self.averages.means()
 
 
-LOG = "log.txt"
+# --- log.txt: a JSON line per epoch, with upstream's keys ---
 
 
 def prepare_output(args: Namespace, start: Start, steps_per_epoch: int, classes: list[str]) -> SummaryWriter | None:
-    """Make the folders, note the classes in use, and drop log lines of epochs that will be trained again."""
+    """Make the folders, write down the classes in use, and drop log lines of epochs that will be trained again."""
     if not is_main_process():
         return None
     if args.output_dir:
@@ -238,21 +234,39 @@ def drop_log_lines(log: Path, start_epoch: int) -> None:
     write_text(log, "".join(kept))
 
 
+def read_log(path: Path) -> list[dict]:
+    """The lines of a run's log.txt, given its folder, a checkpoint in it, or the file; oldest epoch first."""
+    folder = path if path.is_dir() else path.parent
+    log = path if path.name == LOG else folder / LOG
+    try:
+        lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    except OSError as error:
+        raise UserError(f"{log} cannot be read: {error.strerror}; a run writes it to its --output_dir") from None
+    except ValueError as error:
+        raise UserError(f"{log} is not a run's log: {error}") from None
+    if not lines or not all(isinstance(line, dict) and "epoch" in line for line in lines):
+        raise UserError(f"{log} has no epochs yet")
+    for line in lines:  # what it was called before strategies without a module had it
+        if "train_cmm_lambda_cl" in line:
+            line.setdefault("train_lambda_cl", line["train_cmm_lambda_cl"])
+    return lines
+
+
 def write_log(
     stats: Mapping[str, float],
-    figures: Mapping[str, float],
+    metrics: Mapping[str, float],
     epoch: int,
     log_writer: SummaryWriter | None,
     args: Namespace,
     **constants: float,
 ) -> None:
-    """One JSON line per epoch, with upstream's keys. Nothing in it depends on the clock: equal runs, equal logs."""
+    """One line of log.txt. Nothing in it depends on the clock: equal runs, equal logs."""
     if log_writer is not None:
-        for name, value in figures.items():
+        for name, value in metrics.items():
             log_writer.add_scalar(name, value, (epoch + 1) * 1000)
         log_writer.flush()
     if args.output_dir and is_main_process():
-        values = {f"train_{name}": value for name, value in stats.items()} | dict(figures)
+        values = {f"train_{name}": value for name, value in stats.items()} | dict(metrics)
         line = {name.replace("/", "_"): value for name, value in values.items()} | {"epoch": epoch} | constants
         append_line(Path(args.output_dir) / LOG, json.dumps(line))
 
@@ -265,13 +279,13 @@ def append_line(path: Path, line: str) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise UserError(f"cannot write {path} ({error.strerror}); --resume auto goes on when that is mended") from None
+        raise UserError(f"cannot write {path} ({error.strerror}); rerun with --resume auto after fixing this") from None
 
 
 def report_epoch(
-    stats: Mapping[str, float], figures: Mapping[str, float], epoch: int, seconds: float, args: Namespace
+    stats: Mapping[str, float], metrics: Mapping[str, float], epoch: int, seconds: float, args: Namespace
 ) -> None:
     """`seconds` is what an epoch takes."""
     left = datetime.timedelta(seconds=int(seconds * (args.epochs - epoch - 1)))
-    text = "  ".join(f"{name}: {value:.4g}" for name, value in brief({**stats, **figures}).items())
-    logger.info("epoch %d done, %s left  %s", epoch, left, text)
+    text = "  ".join(f"{name}: {value:.4g}" for name, value in brief({**stats, **metrics}).items())
+    logger.info("epoch %d/%d done, %s left  %s", epoch + 1, args.epochs, left, text)

@@ -5,13 +5,15 @@ from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
+from torch import nn
+from torch.optim import Optimizer
 
-from models_cmm import CurriculumMaskingModule
 from util import checkpoint as ckpt
 from util.cli import UserError, logger
 from util.data.sources import image_names
 from util.misc import NativeScalerWithGradNormCount, gather_objects, is_main_process
+
+OWN_GROUP_SETTINGS = ("weight_decay", "lr_scale")  # of parameter groups: a resumed run keeps its own
 
 # Flags that may change from one part of a run to the next: they change no result but for rounding. Others must agree.
 # Some are compared by what they lead to (see `identity`): where the images lie may change, the images may not.
@@ -24,18 +26,15 @@ FREE = {
 }
 
 
-SETTINGS = ("weight_decay", "lr_scale")  # of parameter groups: a resumed run has its own, which may be others
-
-
 @dataclass
 class TrainingState:
-    """Everything that training changes. For vanilla MAE, and for a classifier, the CMM's three are None."""
+    """Everything that training changes. The last three are a learned masking strategy's, else None."""
 
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
+    model: nn.Module
+    optimizer: Optimizer
     scaler: NativeScalerWithGradNormCount
-    cmm: CurriculumMaskingModule | None = None
-    optimizer_cmm: torch.optim.Optimizer | None = None
+    cmm: nn.Module | None = None
+    optimizer_cmm: Optimizer | None = None
     scaler_cmm: NativeScalerWithGradNormCount | None = None
 
     def state_dict(self) -> dict[str, dict]:
@@ -49,15 +48,38 @@ class TrainingState:
                 raise UserError(
                     f"{source} has no {name!r}; was it trained with another --masking, or not by this program?"
                 )
-            if isinstance(part, torch.nn.Module):
+            if isinstance(part, nn.Module):
                 ckpt.load_weights(part, checkpoint[name], source)
-            elif isinstance(part, torch.optim.Optimizer):
-                own = [{key: group[key] for key in SETTINGS if key in group} for group in part.param_groups]
-                part.load_state_dict(checkpoint[name])
-                for group, values in zip(part.param_groups, own, strict=True):
-                    group.update(values)
+            elif isinstance(part, Optimizer):
+                network = self.model if part is self.optimizer else self.cmm
+                load_optimizer(part, checkpoint[name], network)
             else:
                 part.load_state_dict(checkpoint[name])
+
+
+def load_optimizer(optimizer: Optimizer, state: dict, network: nn.Module | None) -> None:
+    own = [{key: group[key] for key in OWN_GROUP_SETTINGS if key in group} for group in optimizer.param_groups]
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    if network is not None and sizes != [len(group["params"]) for group in state["param_groups"]]:
+        state = with_decaying_tokens(state, network)
+    optimizer.load_state_dict(state)
+    for group, values in zip(optimizer.param_groups, own, strict=True):
+        group.update(values)
+
+
+def with_decaying_tokens(state: dict, network: nn.Module) -> dict:
+    """The optimizer state of a checkpoint from before [CLS] and mask tokens had weight decay, in today's order.
+
+    Parameters are known by their number: first those without decay, then those with it.
+    """
+    trained = [(name, p.ndim) for name, p in network.named_parameters() if p.requires_grad]
+    exempt = {"cls_token", "mask_token"}
+    before = sorted(trained, key=lambda entry: entry[1] > 1 and entry[0] not in exempt)
+    now = sorted(trained, key=lambda entry: entry[1] > 1)
+    plain, decayed = state["param_groups"]
+    bare = sum(ndim <= 1 for _, ndim in trained)
+    groups = [{**plain, "params": list(range(bare))}, {**decayed, "params": list(range(bare, len(now)))}]
+    return {"state": {at: state["state"][before.index(entry)] for at, entry in enumerate(now)}, "param_groups": groups}
 
 
 @dataclass
@@ -69,9 +91,9 @@ class Start:
     log_state: dict | None = None
 
 
-def begin(state: TrainingState, steps_per_epoch: int, args: Namespace) -> Start:
-    """Load what `--resume` or `--init` name, if anything. All processes must come to the same."""
-    found = find_checkpoint(args)
+def start_pretraining(state: TrainingState, steps_per_epoch: int, args: Namespace) -> Start:
+    """Load what `--resume` or `--init` name, if anything. All processes must arrive at the same."""
+    found = checkpoint_to_resume(args)
     if found is None:
         if args.init:
             load_init(state, ckpt.load_checkpoint(args.init), args.init)
@@ -80,18 +102,18 @@ def begin(state: TrainingState, steps_per_epoch: int, args: Namespace) -> Start:
         load_init(state, *found)
         start = Start(args.start_epoch)
     else:
-        start = go_on(state, *found, steps_per_epoch, args)
+        start = continue_from(state, *found, steps_per_epoch, args)
     return agreed(start)
 
 
 def agreed(start: Start) -> Start:
-    """`start`, after a check that all processes have the same."""
+    """`start`, after checking that all processes have the same."""
     if len(set(gather_objects((start.epoch, start.steps_done)))) > 1:
         raise UserError("processes found different checkpoints; put --output_dir on a disk that all of them share")
     return start
 
 
-def find_checkpoint(args: Namespace) -> tuple[dict, str] | None:
+def checkpoint_to_resume(args: Namespace) -> tuple[dict, str] | None:
     """The checkpoint that `--resume` names, and its file."""
     folder = Path(args.output_dir) if args.output_dir else None
     if args.resume == "auto":
@@ -118,14 +140,14 @@ def newest_for_all(folder: Path | None) -> tuple[dict, str] | None:
     return None
 
 
-def go_on(state: TrainingState, checkpoint: dict, source: str, steps_per_epoch: int, args: Namespace) -> Start:
-    if changed := differences(checkpoint.get("args", {}), vars(args)):
+def continue_from(state: TrainingState, checkpoint: dict, source: str, steps_per_epoch: int, args: Namespace) -> Start:
+    if changed := differences(ckpt.settings_of(checkpoint), vars(args)):
         listing = "; ".join(changed)
         if not args.allow_changes:
             raise UserError(
-                f"{source} was trained with other settings: {listing}. Give the same, or --allow_changes to go on"
+                f"{source} was trained with other settings: {listing}. Pass the same, or --allow_changes to continue"
             )
-        logger.warning("going on from %s with other settings: %s", source, listing)
+        logger.warning("resuming from %s with other settings: %s", source, listing)
     start = Start(checkpoint["epoch"] + 1)
     refuse_later_checkpoints(start.epoch, args)
     state.load(checkpoint, source)
@@ -133,13 +155,13 @@ def go_on(state: TrainingState, checkpoint: dict, source: str, steps_per_epoch: 
         if log["iterations"] == steps_per_epoch * args.accum_iter:
             start.steps_done, start.log_state = checkpoint["step"] - start.epoch * steps_per_epoch, log
         else:
-            logger.warning("epochs have another length now: epoch %d starts over", start.epoch)
-    logger.info("resuming from %s: epoch %d, after %d of its updates", source, start.epoch, start.steps_done)
+            logger.warning("epochs have another length now: epoch %d starts over", start.epoch + 1)
+    logger.info("resuming from %s: epoch %d, after %d of its updates", source, start.epoch + 1, start.steps_done)
     return start
 
 
 def refuse_later_checkpoints(epoch: int, args: Namespace) -> None:
-    """A run that goes on from an older file would soon be mistaken for the newer one in the same folder."""
+    """A run that resumes from an older file would soon be mistaken for the newer one in the same folder."""
     if not args.output_dir or args.resume == "auto":
         return
     later = [path for path in ckpt.numbered_checkpoints(Path(args.output_dir)) if ckpt.number_of(path) >= epoch]
@@ -151,11 +173,11 @@ def refuse_later_checkpoints(epoch: int, args: Namespace) -> None:
 
 
 def differences(theirs: dict, ours: dict) -> list[str]:
-    """The settings in which two runs differ, as "--flag theirs, now ours". What only one of them knows is no
-    difference: it may be older than the flag."""
+    """The settings in which two runs differ, as "--flag theirs, now ours". A flag that only one of them knows is no
+    difference: the other may be older than the flag."""
     theirs, ours = identity(theirs), identity(ours)
     both = [name for name in ours if name in theirs and name not in FREE]
-    return [f"{shown(name)} {theirs[name]}, now {ours[name]}" for name in both if theirs[name] != ours[name]]
+    return [f"{shown_name(name)} {theirs[name]}, now {ours[name]}" for name in both if theirs[name] != ours[name]]
 
 
 def identity(args: dict) -> dict:
@@ -172,7 +194,7 @@ def identity(args: dict) -> dict:
     return settings
 
 
-def shown(name: str) -> str:
+def shown_name(name: str) -> str:
     return name if " " in name or name == "precision" else f"--{name}"
 
 
@@ -184,22 +206,22 @@ def data_identity(source, args: Namespace) -> str:
 
 def load_init(state: TrainingState, checkpoint: dict, source: str) -> None:
     """Weights alone, for a new run. An encoder without decoder, as upstream publishes them, gets a fresh decoder."""
-    weights = dict(checkpoint.get("model", checkpoint))
+    weights = dict(ckpt.weights_of(checkpoint))
     own = state.model.state_dict()
     decoder = {name: value for name, value in own.items() if name.startswith("decoder") or name == "mask_token"}
     if not any(name in weights for name in decoder):
         weights |= decoder
-        logger.info("%s has no decoder: that is drawn anew", source)
+        logger.info("%s has no decoder; it is initialised afresh", source)
     ckpt.load_weights(state.model, weights, source)
     if state.cmm is not None and "cmm" in checkpoint:
         ckpt.load_weights(state.cmm, checkpoint["cmm"], source)
-    logger.info("weights from %s; training starts at its beginning", source)
+    logger.info("weights from %s; training starts from its first epoch", source)
 
 
 class Unfinished:
-    """One file, written after every epoch and removed at the end. Without a path nothing is kept.
+    """The state of a long linear probe: one file, written after every epoch and removed at the end.
 
-    `identity` holds the settings that must be the same for a probe to be continued.
+    `identity` holds the settings that must agree for a probe to be resumed. Without a path nothing is kept.
     """
 
     def __init__(self, path: Path | None, identity: dict, resume: bool):
@@ -210,7 +232,7 @@ class Unfinished:
     def load(self) -> dict | None:
         """What `save` was last given, or None at the very beginning."""
         there = gather_objects(self.path is not None and self.path.exists())
-        if not any(there):
+        if self.path is None or not any(there):
             return None
         if not all(there):
             raise UserError(f"only some processes see {self.path}; put --output_dir on a disk that all share")
@@ -218,7 +240,7 @@ class Unfinished:
         theirs = state.get("identity", {})
         if differing := [name for name, value in self.identity.items() if theirs.get(name) != value]:
             raise UserError(f"{self.path} was begun with another {', '.join(differing)}; delete it to start over")
-        logger.info("continuing %s after epoch %d", self.path, state["epoch"])
+        logger.info("resuming %s after epoch %d", self.path, state["epoch"] + 1)
         return state
 
     def save(self, state: dict) -> None:

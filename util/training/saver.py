@@ -1,8 +1,9 @@
-"""When a run is saved, and what it leaves: checkpoint-last.pth to go on from, checkpoint-N.pth to keep."""
+"""When a run is saved: checkpoint-last.pth to resume from, checkpoint-N.pth to keep; and how a signal ends it."""
 
 import signal
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from util.training.resume import TrainingState
 
 
 class StopRequest:
-    """While entered, a signal ends nothing but is remembered, until the program asks at a moment of its own."""
+    """While entered, a stop signal is only remembered, until the run asks for it at a moment of its own."""
 
     def __init__(self):
         self.received: set[signal.Signals] = set()
@@ -35,7 +36,7 @@ class StopRequest:
     def agreed(self) -> bool:
         """Whether any process is to stop: the same answer on all, which must all ask. Waits for no device.
 
-        Processes whose torchrun is gone must not train on, either: a new one may be writing to the same folder.
+        Processes whose torchrun is gone must stop, too: a new one may be writing to the same folder.
         """
         return bool(all_reduce_max(torch.tensor(bool(self.received) or orphaned(), dtype=torch.uint8)))
 
@@ -46,19 +47,25 @@ class StopRequest:
 
 
 class Saver:
-    """Saves by the clock, after epochs, and when a signal asks for an end. Only the first process writes.
+    """Saves by the clock, after epochs, and when a signal asks the run to stop. Only the first process writes.
 
-    A checkpoint's `epoch` is the last complete one and `step` counts the updates of the whole run, so a larger `step`
-    tells of an epoch begun. `log` is what that epoch has logged so far, or None between epochs.
+    `moment` gives what explains a checkpoint beside its flags, for (epoch, step).
     """
 
-    def __init__(self, state: TrainingState, stop: StopRequest, log_writer: SummaryWriter | None, args: Namespace):
-        self.state, self.stop, self.log_writer, self.args = state, stop, log_writer, args
+    def __init__(
+        self,
+        state: TrainingState,
+        stop: StopRequest,
+        log_writer: SummaryWriter | None,
+        args: Namespace,
+        moment: Callable[[int, int], dict] = lambda epoch, step: {},
+    ):
+        self.state, self.stop, self.log_writer, self.args, self.moment = state, stop, log_writer, args, moment
         self.folder = Path(args.output_dir) if args.output_dir else None
         self._saved_at = time.monotonic()
 
     def after_update(self, step: int, log: EpochLog) -> None:
-        """Save if it is time; if a signal came, save and end the run."""
+        """Save if it is time; if a signal came, save and stop the run."""
         stopping = self.stop.agreed()
         if stopping or self.due():
             self.write(ckpt.LAST, log.epoch - 1, step, log, insist=stopping)
@@ -70,7 +77,7 @@ class Saver:
         finished = epoch + 1 == self.args.epochs
         stopping = not finished and self.stop.agreed()
         if finished or (epoch + 1) % self.args.save_every == 0:
-            # The numbered file comes first: a run killed between the two finds it, and lacks nothing.
+            # The numbered file comes first: a run killed between the two finds it and lacks nothing.
             numbered = f"checkpoint-{epoch}.pth"
             if self.write(numbered, epoch, step, insist=finished or stopping):
                 self.link_last(numbered)
@@ -88,51 +95,59 @@ class Saver:
         return is_main_process() and minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
 
     def write(self, name: str, epoch: int, step: int, log: EpochLog | None = None, insist: bool = False) -> bool:
-        """Whether the checkpoint was written. A disk that is full today may have room in a quarter of an hour, so only
-        the checkpoints without a successor `insist`."""
+        """Whether the checkpoint was written. A disk that is full now may have room in a quarter of an hour, so only
+        checkpoints without a successor `insist`."""
         if self.folder is None or not is_main_process():
             return False
         self.check_finite(epoch, step)
         if self.log_writer is not None:
             self.log_writer.flush()  # what is shown up to here is not shown again after resuming
-        log_state = None if log is None else log.state_dict()
-        extra = {"epoch": epoch, "step": step, "log": log_state, "args": vars(self.args)}
+        checkpoint = ckpt.training_checkpoint(
+            self.state.state_dict(),
+            epoch=epoch,
+            step=step,
+            log=None if log is None else log.state_dict(),
+            moment=self.moment(epoch if log is None else log.epoch, step),
+            args=self.args,
+        )
         self._saved_at = time.monotonic()
         try:
-            ckpt.save_checkpoint(self.folder / name, {**self.state.state_dict(), **extra})
+            ckpt.save_checkpoint(self.folder / name, checkpoint)
         except UserError as error:
             if insist:
                 raise
-            logger.error("%s; training goes on, and the next checkpoint is tried in time", error)
+            logger.error("%s; training continues, and saving is tried again in time", error)
             return False
         return True
 
     def link_last(self, numbered: str) -> None:
+        if self.folder is None:
+            return
         try:
             ckpt.link_checkpoint(self.folder / numbered, self.folder / ckpt.LAST)
         except OSError as error:
             logger.error("cannot write %s: %s", self.folder / ckpt.LAST, error.strerror)
 
     def drop_old(self) -> None:
-        if self.args.keep:
+        if self.folder is not None and self.args.keep:
             for path in ckpt.numbered_checkpoints(self.folder)[self.args.keep :]:
                 path.unlink(missing_ok=True)
 
     def check_finite(self, epoch: int, step: int) -> None:
-        """The damage that the last update did to the weights shows in no loss yet."""
+        """Catch non-finite weights before the next loss exposes them."""
         for network in (self.state.model, self.state.cmm):
             if network is not None and not all(p.isfinite().all() for p in network.parameters()):
                 raise TrainingDiverged(
-                    f"weights are not finite after epoch {epoch}, step {step}; checkpoints written before are "
+                    f"weights are not finite in epoch {epoch + 1}, step {step}; checkpoints written before are "
                     "untouched. Try a lower --blr, --clip_grad 1, or --amp off"
                 )
 
     def end(self, step: int) -> None:
         wait_for_the_writer()
-        saved = f"saved as {self.folder / ckpt.LAST}; --resume auto goes on" if self.folder else "--output_dir is empty"
+        saved = f"saved as {self.folder / ckpt.LAST}; resume with --resume auto" if self.folder else "nothing is saved"
         raise Interrupted(f"stopped by {self.stop.names()} after step {step}: {saved}", self.stop.received)
 
 
 def wait_for_the_writer() -> None:
-    """The first process that leaves may take the others with it: so nobody does before the checkpoint is written."""
+    """The first process that leaves may take the others with it, so nobody does before the checkpoint is written."""
     gather_objects(None)  # a barrier that needs no GPU
