@@ -213,7 +213,7 @@ def settle(subject: Subject, args: Namespace) -> None:
     if args.lr is None:
         args.lr = args.blr * args.batch_size * args.accum_iter * get_world_size() / 256
     args.classes = subject.classes
-    args.data_identity = resume.data_identity(subject.datasets["train"].source, args)
+    args.data_identity = resume.data_identity(subject.datasets["train"].source)
     args.pretrained_sha256 = subject.checkpoint_sha256
     args.precision = precision(args.amp, subject.device)
     args.commit = git_commit() if is_main_process() else None

@@ -228,7 +228,7 @@ def main(args: Namespace) -> None:
     device = init_distributed_mode(args)
     settle_batch_and_rates(args)
     data_loader = build_pretrain_loader(args)
-    args.data_identity = data_identity(data_loader.dataset.source, args)
+    args.data_identity = data_identity(data_loader.dataset.source)
     args.precision = precision(args.amp, device)
     args.commit = git_commit() if is_main_process() else None
     steps_per_epoch = count_steps(data_loader, args)
