@@ -149,7 +149,7 @@ class EncodedBatches:
     def epoch(self, epoch: int) -> Iterator[Batch]:
         self.loader.set_epoch(epoch)
         images = self.loader.batches.batch_size
-        for imgs, labels in tracked(self.loader, f"epoch {epoch}", len(self), images, "images/s"):
+        for imgs, labels, _ in tracked(self.loader, f"epoch {epoch + 1}", len(self), images, "images/s"):
             imgs = normalise(imgs.to(self.device, non_blocking=True))
             with torch.no_grad(), autocast(self.device, self.amp):
                 features = self.encoder.forward_features(imgs).float()

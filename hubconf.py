@@ -42,26 +42,26 @@ def encoder(checkpoint: str, global_pool: bool = False, input_size: tuple[int, i
     global_pool  features are the normalised mean of the patch tokens, instead of the [CLS] token
     input_size   (height, width) of the images, if it shall be another than in training
     """
-    path = _models_vit.find_checkpoint(checkpoint, "checkpoint")
+    path = _models_vit.resolve_checkpoint(checkpoint, "checkpoint")
     return _models_vit.load_encoder(path, global_pool=global_pool, input_size=input_size)
 
 
 def mae(checkpoint: str):
     """The whole masked autoencoder of a checkpoint, ready to train: `loss, pred, mask = mae(imgs)`."""
-    return _models_vit.load_mae(_models_vit.find_checkpoint(checkpoint, "checkpoint"))
+    return _models_vit.load_mae(_models_vit.resolve_checkpoint(checkpoint, "checkpoint"))
 
 
 def _entries(name: str) -> tuple:
     def vit(checkpoint: str | None = None, **kwargs):
         if checkpoint is None:
             return _models_vit.MODELS[name](**kwargs)
-        path = _models_vit.find_checkpoint(checkpoint, "checkpoint")
+        path = _models_vit.resolve_checkpoint(checkpoint, "checkpoint")
         return _models_vit.load_encoder(path, model=name, **kwargs)
 
     def mae_vit(checkpoint: str | None = None, **kwargs):
         if checkpoint is None:
             return _models_mae.build_mae(f"mae_{name}", **kwargs)
-        path = _models_vit.find_checkpoint(checkpoint, "checkpoint")
+        path = _models_vit.resolve_checkpoint(checkpoint, "checkpoint")
         return _models_vit.load_mae(path, model=f"mae_{name}", **kwargs)
 
     new = "without one, a new model, whose constructor gets the keyword arguments"

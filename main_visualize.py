@@ -20,8 +20,8 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from util.arguments import add_data_arguments, check_at_least, check_data_args
 from util.cli import ArgumentParser, UserError, logger, run
-from util.data.decode import MODES, to_mode
-from util.data.sources import ImageList, build_source, describe, find_split
+from util.data.decode import MODES, open_image, to_mode
+from util.data.sources import DEFAULT_DATA_PATH, ImageList, Source, build_source, find_split
 from util.datasets import build_eval_transform
 from util.misc import file_name, generator, pick_device
 from util.plots.curves import curve_figure
@@ -90,15 +90,16 @@ def check_args(args: Namespace) -> None:
         args.grid = ["masks"]
 
 
-def open_source(args: Namespace, snapshot: Snapshot) -> ImageList:
-    """Where the images come from: `--images`, or a data set, and of that the images it was not trained on, if any."""
+def open_source(args: Namespace, snapshot: Snapshot) -> Source:
+    """`--images`, or a data set: its held-out images if there are any."""
     if args.images:
         return ImageList([(path, 0) for given in args.images for path in image_files(Path(given))], classes=[])
     args.input_size, args.in_chans = list(snapshot.model.patch_embed.img_size), snapshot.model.in_chans
     if args.data_set == "folder":
-        if not args.data_path:
+        path = Path(args.data_path or DEFAULT_DATA_PATH)
+        if path == Path(DEFAULT_DATA_PATH) and not path.is_dir():
             raise UserError("which images? Give --images FILE ..., --data_path FOLDER or --data_set shapes")
-        unseen = args.split is not None or find_split(Path(args.data_path), "val") is not None
+        unseen = args.split is not None or find_split(path, "val") is not None
     else:
         unseen = True
     return build_source(args, "val" if unseen else "train")
@@ -116,7 +117,7 @@ def image_files(path: Path) -> list[str]:
     return [str(path)]
 
 
-def read_images(source: ImageList, most: int, seed: int) -> list[Image.Image]:
+def read_images(source: Source, most: int, seed: int) -> list[Image.Image]:
     """At most so many images, drawn from the source; those that cannot be read are left out and named."""
     indices = torch.randperm(len(source), generator=generator("pictures", seed))[:most].sort().values.tolist()
     images = [image for index in indices if (image := read_or_report(source, index)) is not None]
@@ -125,11 +126,14 @@ def read_images(source: ImageList, most: int, seed: int) -> list[Image.Image]:
     return images
 
 
-def read_or_report(source: ImageList, index: int) -> Image.Image | None:
+def read_or_report(source: Source, index: int) -> Image.Image | None:
     try:
-        return source[index][0]
-    except Exception as error:  # decoders of damaged files raise almost anything
-        logger.warning("unreadable image, left out: %s (%s)", describe(source, index), error)
+        data = source.read(index)
+        image = open_image(data) if isinstance(data, bytes) else data
+        image.load()
+        return image
+    except Exception as error:  # on damaged files, decoders raise almost anything
+        logger.warning("unreadable image, left out: %s (%s)", source.name(index), error)
         return None
 
 
@@ -149,7 +153,7 @@ def draw_blocks(checkpoints: list[tuple[str, Path]], images: list[Image.Image], 
     return blocks
 
 
-def draw_grids(runs: dict[str, list[Path]], source: ImageList, args: Namespace) -> list[Path]:
+def draw_grids(runs: dict[str, list[Path]], source: Source, args: Namespace) -> list[Path]:
     shown = [(name, path) for name, paths in runs.items() for path in evenly(paths, args.blocks)]
     written = []
     for grid in args.grid:
@@ -159,7 +163,7 @@ def draw_grids(runs: dict[str, list[Path]], source: ImageList, args: Namespace) 
     return written
 
 
-def draw_animations(runs: dict[str, list[Path]], source: ImageList, args: Namespace) -> list[Path]:
+def draw_animations(runs: dict[str, list[Path]], source: Source, args: Namespace) -> list[Path]:
     """A GIF for each run that has several checkpoints."""
     written = []
     for name, paths in runs.items():

@@ -110,8 +110,8 @@ def load_encoder(
     """The frozen encoder of a checkpoint, in evaluation mode; what is None is read off the checkpoint.
 
     `path` is a file of this project or of upstream MAE, whole or encoder alone. None gives a random-weight baseline:
-    the weights from which a pretraining with `seed` starts. `drop_path` is for training: the rate at which the last block's
-    branches are left out; that of the others rises linearly up to it.
+    the weights from which a pretraining with `seed` starts. `drop_path` is for training: the rate at which the last
+    block's branches are left out; that of the others rises linearly up to it.
     """
     if model is not None and model not in MODELS:
         raise UserError(f"--model {model} is unknown; known are {', '.join(MODELS)}")

@@ -1,6 +1,7 @@
 """Fine-tuning as a SLURM job: all flags of main_finetune.py, and those of the job.
 
-python submitit_finetune.py --nodes 1 --ngpus 8 --partition NAME --finetune runs/clmae --epochs 100 --output_dir eval/clmae
+python submitit_finetune.py --nodes 1 --ngpus 8 --partition NAME --finetune runs/clmae --epochs 100 \
+        --output_dir eval/clmae
 """
 
 from main_finetune import get_args_parser

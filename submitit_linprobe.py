@@ -1,6 +1,7 @@
 """Linear probing as a SLURM job: all flags of main_linprobe.py, and those of the job.
 
-python submitit_linprobe.py --nodes 1 --ngpus 8 --partition NAME --finetune runs/clmae --runs 3 --output_dir eval/clmae
+python submitit_linprobe.py --nodes 1 --ngpus 8 --partition NAME --finetune runs/clmae --runs 3 \
+        --output_dir eval/clmae
 """
 
 from main_linprobe import get_args_parser

@@ -260,7 +260,7 @@ def images_per_second(loader: DataLoader | ImageLoader, args: Namespace) -> tupl
         pass
     images, start, own = 0, time.perf_counter(), time.process_time()
     while time.perf_counter() - start < args.seconds:
-        for imgs, _ in loader:
+        for imgs, _, _ in loader:
             images += len(imgs)
     return images / (time.perf_counter() - start), (time.process_time() - own) * 1e3 / images
 

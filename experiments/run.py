@@ -28,9 +28,10 @@ from experiments.plan import Run, Step, check_settings, data_folder, expand
 from experiments.recipe import Recipe, load_recipe, recipe_names, recipe_text
 from experiments.scale import SCALES, data_name, source_flags
 from experiments.table import build_tables
+from util.arguments import DATA_SETS
 from util.checkpoint import write_text
 from util.cli import ArgumentParser, UserError, logger, run
-from util.data.sources import DATA_SETS, build_source
+from util.data.sources import build_source
 from util.evaluation.tables import SIGNIFICANT, Table, as_markdown, as_text
 from util.training.launcher import add_resource_arguments
 

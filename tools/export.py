@@ -18,7 +18,7 @@ from pathlib import Path, PurePath
 import timm
 
 from models_mae import MaskedAutoencoderViT
-from models_vit import SIZES, VisionTransformer, encoder_of, encoder_weights, find_checkpoint, infer_model, mae_of
+from models_vit import SIZES, VisionTransformer, encoder_of, encoder_weights, infer_model, mae_of, resolve_checkpoint
 from tools.huggingface import Model, hf_config, hf_weights
 from util.checkpoint import (
     SAFETENSORS,
@@ -53,7 +53,7 @@ def get_args_parser() -> ArgumentParser:
 
 def main(args: Namespace) -> None:
     check_args(args)
-    path = find_checkpoint(args.checkpoint, "CHECKPOINT")
+    path = resolve_checkpoint(args.checkpoint, "CHECKPOINT")
     output = Path(args.output) if args.output else default_output(path, args)
     try:
         check_output(output, path, args)

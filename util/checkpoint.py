@@ -154,7 +154,8 @@ def load_checkpoint(path: str | Path, *, lazily: bool = False) -> dict:
         if not lazily:
             check_sums(path)
         with torch.serialization.safe_globals([argparse.Namespace]):
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
+            mmap = lazily and zipfile.is_zipfile(path)  # torch's older format cannot be mapped
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.EISDIR, errno.EACCES):
             raise UserError(f"cannot read the checkpoint {path}: {os.strerror(error.errno)}") from None

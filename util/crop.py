@@ -1,4 +1,4 @@
-"""Random crops: where, as a function of the image's size and a random generator, before any pixel is decoded."""
+"""Random crops, drawn from the image's size alone, before any pixel is decoded."""
 
 import math
 import random
@@ -11,7 +11,7 @@ ASPECTS = (3 / 4, 4 / 3)  # width / height
 def draw_size(
     height: int, width: int, scale: tuple[float, float], aspects: tuple[float, float], rng: random.Random
 ) -> tuple[int, int]:
-    """Height and width of a crop: uniform in its share of the area, and in the logarithm of its aspect."""
+    """Height and width of a crop: uniform in area and in log aspect."""
     area = height * width * rng.uniform(*scale)
     aspect = math.exp(rng.uniform(math.log(aspects[0]), math.log(aspects[1])))
     return round(math.sqrt(area / aspect)), round(math.sqrt(area * aspect))
@@ -31,7 +31,7 @@ def draw_crop(
 ) -> Crop:
     """The crop of pretraining, as torchvision's RandomResizedCrop draws it.
 
-    A crop that does not fit is drawn again, up to ten times; then it is the largest centred one of a permitted aspect.
+    A crop that does not fit is redrawn up to ten times; then the largest centred crop of a permitted aspect is used.
     """
     for _ in range(10):
         crop_height, crop_width = draw_size(height, width, scale, aspects, rng)
@@ -49,10 +49,9 @@ def draw_crop_once(
     scale: tuple[float, float] = (0.08, 1.0),
     aspects: tuple[float, float] = ASPECTS,
 ) -> Crop:
-    """The crop of linear probing: one draw, cut to fit.
+    """The crop of linear probing: a single draw, clipped to the image, as upstream and TensorFlow's pipelines do.
 
-    Drawing again, as torchvision does, favours small crops. Upstream probes with a single draw, as TensorFlow's
-    pipelines do.
+    Redrawing, as torchvision does, favours small crops.
     """
     crop_height, crop_width = draw_size(height, width, scale, aspects, rng)
     return place(min(max(crop_height, 1), height), min(max(crop_width, 1), width), height, width, rng)

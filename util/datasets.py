@@ -1,8 +1,9 @@
 """From images to batches: transforms, and one seeded loader over any source.
 
-A sample is a function of (seed, epoch, index): the number of workers, or where a run was interrupted, changes nothing.
+A sample depends on (seed, epoch, index) only, not on the number of workers or on interruptions.
 """
 
+import os
 import random
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -12,23 +13,23 @@ from functools import cache
 import torch
 from PIL import Image
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from torch.utils.data import DataLoader, Sampler, default_collate
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 from torchvision.transforms import InterpolationMode, v2
 
 from util.cli import UserError, logger
 from util.crop import Crop, draw_crop, draw_crop_once
 from util.data.decode import MODES, exact_crop, jpeg_crop, read_jpeg, to_mode
-from util.data.sources import build_source, describe, read
+from util.data.sources import Source, build_source
 from util.misc import derive_seed, gather_objects, generator, get_rank, get_world_size, outlive_signals
 
-# --- What is done to an image ---
+# --- Transforms ---
 
 
 @dataclass
 class Augmentation:
-    """A random crop, resized, and mirrored in half of the cases: uint8 [C, H, W], of which the channels lie together.
+    """A random crop, resized and randomly mirrored: uint8 [C, H, W], channels last in memory.
 
-    The crop is drawn first, and then no more is decoded than it needs. `exact` decodes all, and changes no crop.
+    The crop is drawn first, so only the part it needs is decoded. `exact` decodes the whole image; crops stay the same.
     """
 
     size: tuple[int, int]
@@ -37,7 +38,7 @@ class Augmentation:
     exact: bool = False
 
     def __call__(self, data: bytes | Image.Image, rng: random.Random) -> torch.Tensor:
-        """`data` is a file's content, or an image."""
+        """`data` is the content of an image file, or an image."""
         jpeg = read_jpeg(data) if isinstance(data, bytes) and not self.exact else None
         if jpeg is not None:
             pixels = jpeg_crop(jpeg, self.draw(*jpeg.size, rng), self.size, self.mode)
@@ -49,16 +50,18 @@ class Augmentation:
 
 def pretrain_augmentation(args: Namespace) -> Augmentation:
     """Upstream's for pretraining: a crop of 20 to 100 % of the area, and a flip."""
-    return Augmentation(tuple(args.input_size), MODES[args.in_chans], draw_crop, args.exact_decode)
+    height, width = args.input_size
+    return Augmentation((height, width), MODES[args.in_chans], draw_crop, args.exact_decode)
 
 
 def probe_augmentation(args: Namespace) -> Augmentation:
     """Upstream's for linear probing: a crop of 8 to 100 % of the area, and a flip."""
-    return Augmentation(tuple(args.input_size), MODES[args.in_chans], draw_crop_once, args.exact_decode)
+    height, width = args.input_size
+    return Augmentation((height, width), MODES[args.in_chans], draw_crop_once, args.exact_decode)
 
 
 def build_eval_transform(args: Namespace) -> v2.Transform:
-    """Upstream's for evaluation: resize, then the centre crop; up to 224 px the crop is 7/8 of the side."""
+    """Upstream's for evaluation: resize, then centre crop; up to 224 px the crop is 7/8 of the resized side."""
     side = max(args.input_size)
     resized = int(side * 256 / 224) if side <= 224 else side
     return v2.Compose(
@@ -76,19 +79,19 @@ def to_normalised_tensor(in_chans: int) -> list[v2.Transform]:
 
 
 def normalise(imgs: torch.Tensor) -> torch.Tensor:
-    """What the evaluation's transform does to pixels, for a batch of bytes [B, C, H, W] on any device; float32."""
+    """uint8 images [B, C, H, W] on any device to the networks' input, float32, as the evaluation transform does."""
     mean, std = statistics_on(imgs.device, imgs.shape[1])
     return imgs.contiguous().div(255).sub_(mean).div_(std)
 
 
-@cache  # a copy to the device per batch would make the host wait
+@cache  # copying these for each batch would sync host and device
 def statistics_on(device: torch.device, in_chans: int) -> tuple[torch.Tensor, torch.Tensor]:
     mean, std = (torch.tensor(values, device=device).view(-1, 1, 1) for values in pixel_statistics(in_chans))
     return mean, std
 
 
 def pixel_statistics(in_chans: int) -> tuple[list[float], list[float]]:
-    """ImageNet's mean and standard deviation; their averages for grey images; 0.5 for an alpha channel."""
+    """ImageNet's mean and standard deviation; averaged over channels for grey images; 0.5 for an alpha channel."""
     mean, std = list(IMAGENET_DEFAULT_MEAN), list(IMAGENET_DEFAULT_STD)
     if in_chans == 1:
         return [sum(mean) / 3], [sum(std) / 3]
@@ -98,13 +101,13 @@ def pixel_statistics(in_chans: int) -> tuple[list[float], list[float]]:
 # --- Samples and batches ---
 
 
-class ImageDataset:
-    """Transformed images, keyed by (epoch, index). An unreadable one is replaced by the next, and the sample says so.
+class ImageDataset(Dataset):
+    """Transformed images, keyed by (epoch, index). An unreadable image is replaced by the next one.
 
-    A sample is (image, label, names of the unreadable images that were met on the way to it).
+    A sample is (image, label, names of the unreadable images that it replaces).
     """
 
-    def __init__(self, source, transform: Callable[..., torch.Tensor], mode: str, max_bad_images: int = 100):
+    def __init__(self, source: Source, transform: Callable[..., torch.Tensor], mode: str, max_bad_images: int = 100):
         self.source, self.transform, self.mode, self.max_bad_images = source, transform, mode, max_bad_images
 
     def __len__(self) -> int:
@@ -116,21 +119,20 @@ class ImageDataset:
         for candidate in range(index, index + min(len(self), self.max_bad_images + 1)):
             candidate %= len(self)
             try:
-                data, label = read(self.source, candidate)
-                return self.view(data, key), label, bad
-            except Exception as error:  # decoders of damaged files raise almost anything
-                bad.append(f"{describe(self.source, candidate)} ({type(error).__name__}: {error})")
-        return self.view(Image.new(self.mode, (1, 1)), key), 0, bad  # the run is to fail
+                return self.view(self.source.read(candidate), key), self.source.label(candidate), bad
+            except Exception as error:  # on damaged files, decoders raise almost anything
+                bad.append(f"{self.source.name(candidate)} ({type(error).__name__}: {error})")
+        return self.view(Image.new(self.mode, (1, 1)), key), 0, bad  # so many end the run, in the main process
 
     def view(self, data: bytes | Image.Image, key: tuple[int, int]) -> torch.Tensor:
-        """What a sample shows of a file's content, or of an image. Without augmentation the key plays no part."""
+        """The transformed image. Without augmentation the key does not matter."""
         return self.transform(to_mode(data, self.mode))
 
 
 class AugmentedDataset(ImageDataset):
-    """Images for training, as the augmentation gives them; each view of one is a function of (seed, epoch, index)."""
+    """Augmented images for training; each view depends on (seed, epoch, index) only."""
 
-    def __init__(self, source, augmentation: Augmentation, seed: int, max_bad_images: int = 100):
+    def __init__(self, source: Source, augmentation: Augmentation, seed: int, max_bad_images: int = 100):
         super().__init__(source, augmentation, augmentation.mode, max_bad_images)
         self.seed = seed
 
@@ -139,11 +141,11 @@ class AugmentedDataset(ImageDataset):
 
 
 class EpochBatches(Sampler):
-    """Batches of (epoch, index) keys, in an order that is a function of (seed, epoch).
+    """Batches of (epoch, index) keys, in an order that depends on (seed, epoch) only.
 
-    A global batch is a run of the shuffled order, and each rank takes its own slice of it, so that the same images form
-    a batch whatever the number of ranks. What does not fill a global batch is dropped, as upstream does. `subset` holds
-    the indices to draw from, if not all. Iterating starts at `first_batch`; the length is that of the whole epoch.
+    Each rank takes its slice of a global batch, so the same images form a batch whatever the number of ranks. An
+    incomplete global batch is dropped, as upstream does. `subset` holds the indices to draw from, if not all. Iteration
+    starts at `first_batch`; the length is that of the whole epoch.
     """
 
     def __init__(
@@ -173,7 +175,7 @@ class EpochBatches(Sampler):
 
 
 class BadImages:
-    """Names each unreadable image once, and ends the run when there are too many."""
+    """Reports each unreadable image once, and ends the run when there are too many."""
 
     def __init__(self, dataset: ImageDataset, fate: str):
         self.total, self.limit, self.fate = len(dataset), dataset.max_bad_images, fate
@@ -197,9 +199,10 @@ Batch = tuple[torch.Tensor, torch.Tensor, list[list[str]]]
 
 
 class ImageLoader:
-    """Batches (imgs uint8 [B, C, H, W], labels [B]) of one epoch after another; counts the images that cannot be read.
+    """Batches (imgs uint8 [B, C, H, W], labels [B], indices [B] in the data set) of one epoch at a time; keeps track of
+    unreadable images.
 
-    `normalise` makes them the networks' input, on the device. `collate_fn` is for images in another form.
+    `normalise` turns them into the networks' input, on the device. `collate_fn` is for images in another form.
     """
 
     def __init__(
@@ -213,42 +216,52 @@ class ImageLoader:
     ):
         self.dataset, self.batches = dataset, batches
         self.bad_images = BadImages(dataset, fate="replaced by another")
-        self.loader = DataLoader(
+        self.loader = build_data_loader(
             dataset,
-            batch_sampler=batches,
             num_workers=num_workers,
+            batch_sampler=batches,
             pin_memory=pin_mem,
             collate_fn=collate_fn or collate_augmented,
             persistent_workers=num_workers > 0,
-            worker_init_fn=outlive_signals,
-            generator=torch.Generator(),  # its own, so that iterating draws nothing from the global one
         )
 
     def set_epoch(self, epoch: int, first_batch: int = 0) -> None:
-        """Choose what the next iteration goes through; batches before the first are not even loaded."""
+        """What to iterate over next; batches before `first_batch` are not even loaded."""
         self.batches.epoch, self.batches.first_batch = epoch, first_batch
 
     def __len__(self) -> int:
         return len(self.batches)
 
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for imgs, labels, bad in self.loader:
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        for (imgs, labels, bad), keys in zip(self.loader, self.batches, strict=True):
             self.bad_images.add([name for names in bad for name in names])
-            yield imgs, labels
+            yield imgs, labels, torch.tensor([index for _, index in keys])
 
     def share_bad_images(self) -> None:
-        """Once more for all processes together: the first one speaks, and the limit is for the whole."""
+        """Combine all processes' counts: the first process logs, and the limit holds for the total."""
         self.bad_images.add([name for names in gather_objects(sorted(self.bad_images.names)) for name in names])
 
 
+def build_data_loader(dataset: Dataset, *, num_workers: int, **kwargs) -> DataLoader:
+    """At most one worker per CPU: more would only compete, and torch warns of them."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return DataLoader(
+        dataset,
+        num_workers=min(num_workers, cpus),
+        worker_init_fn=outlive_signals,
+        generator=torch.Generator(),  # leaves the global generator untouched
+        **kwargs,
+    )
+
+
 def collate(samples: Samples) -> Batch:
-    """In loader processes, default_collate writes to the memory that they share with the main one."""
+    """In workers, default_collate writes straight to shared memory."""
     images, labels, bad = zip(*samples, strict=True)
     return default_collate(list(images)), default_collate(list(labels)), list(bad)
 
 
 def collate_augmented(samples: Samples) -> Batch:
-    """The same for images whose channels lie together; exchanging that here would cost more than all of the above."""
+    """Keeps channels last in memory: reordering on the CPU would cost more than the rest of collating."""
     images, labels, bad = collate([(image.permute(1, 2, 0), label, bad) for image, label, bad in samples])
     return images.permute(0, 3, 1, 2), labels, bad
 
@@ -265,7 +278,7 @@ def build_pretrain_loader(args: Namespace) -> ImageLoader:
 
 
 def count_steps(data_loader: ImageLoader, args: Namespace) -> int:
-    """Updates per epoch; a last, incomplete one is left out."""
+    """Updates per epoch; an incomplete last one is dropped."""
     steps = len(data_loader) // args.accum_iter
     if steps == 0:
         images, batch = len(data_loader.dataset), args.batch_size * get_world_size() * args.accum_iter
@@ -273,8 +286,7 @@ def count_steps(data_loader: ImageLoader, args: Namespace) -> int:
     return steps
 
 
-def build_eval_dataset(args: Namespace, split: str) -> ImageDataset:
-    """The split without augmentation, so the epoch in a key plays no part."""
-    return ImageDataset(
-        build_source(args, split), build_eval_transform(args), MODES[args.in_chans], args.max_bad_images
-    )
+def build_eval_dataset(args: Namespace, split: str, classes: list[str] | None = None) -> ImageDataset:
+    """The split without augmentation, so the epoch in a key does not matter. `classes` as in `build_source`."""
+    source = build_source(args, split, classes)
+    return ImageDataset(source, build_eval_transform(args), MODES[args.in_chans], args.max_bad_images)

@@ -183,7 +183,6 @@ def test_a_finished_head_can_be_tested_again(evaluate, tmp_path):
 
 def test_a_head_is_not_tested_on_other_classes(evaluate, tmp_path, monkeypatch):
     assert evaluate("linprobe-cached")[0] == 0
-    monkeypatch.setattr("util.data.shapes.ShapesDataset.classes", list("abcdefghij"))
     monkeypatch.setattr("util.data.shapes.SHAPES", dict(zip("abcdefghij", shapes.SHAPES.values(), strict=True)))
     code, _, err = evaluate("linprobe", "--eval", "--resume", tmp_path / "out" / "linprobe-cached-shapes-0.pth")
     assert code == 2

@@ -148,7 +148,7 @@ def test_a_pretrained_model_learns_to_tell_images_apart(program, tmp_path):
     for index, name in enumerate(sorted(tints) * 24):
         folder = tmp_path / "data" / ("train" if index < 64 else "val") / name
         folder.mkdir(parents=True, exist_ok=True)
-        pixels = np.asarray(shapes[index][0]) * np.array(tints[name])
+        pixels = np.asarray(shapes.read(index)) * np.array(tints[name])
         Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{index}.png")
     common = ("--data_path", tmp_path / "data", "--num_workers", 0, "--device", "cpu", "--batch_size", 16, "--lr", 3e-3)
     short = ("--epochs", 6, "--warmup_epochs", 1)

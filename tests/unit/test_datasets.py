@@ -1,26 +1,31 @@
 """Where images come from, that a sample is a function of (seed, epoch, index), and what happens to damaged files."""
 
+import hashlib
 import os
 import struct
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from own_source import Greys
 from PIL import Image
 
 from main_pretrain import check_args, get_args_parser
 from util.cli import UserError
-from util.data.sources import build_source, describe, image_names, labels_of
+from util.data.sources import DEFAULT_DATA_PATH, Subset, build_source, image_names, labels_of
 from util.datasets import (
     AugmentedDataset,
     EpochBatches,
     ImageLoader,
+    build_data_loader,
     build_eval_dataset,
     build_pretrain_loader,
     normalise,
     pixel_statistics,
     pretrain_augmentation,
 )
+from util.training.resume import data_identity
 
 
 def parse(*flags):
@@ -75,27 +80,50 @@ def test_a_sample_depends_on_seed_epoch_and_index_alone():
     assert not torch.equal(other_seed[3, 7][0], first)
 
 
-class Whoami:
-    """A source whose labels tell which process read it."""
+def test_more_workers_than_cpus_are_not_started(monkeypatch, recwarn):
+    """The default of 10 must not draw torch's warning on a small machine."""
+    cpus = len(os.sched_getaffinity(0))
+    loader = build_data_loader(build_eval_dataset(parse("--data_set", "shapes"), "val"), num_workers=cpus + 8)
+    assert loader.num_workers == cpus
+    assert not recwarn.list
+    monkeypatch.delattr(os, "sched_getaffinity")  # macOS
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    assert build_data_loader(loader.dataset, num_workers=2).num_workers == 2
 
-    classes = ()
 
-    def __len__(self):
-        return 40
+def test_a_source_of_ones_own_pretrains():
+    values = list(range(0, 240, 6))
+    dataset = AugmentedDataset(Greys(values), pretrain_augmentation(parse("--data_set", "shapes")), seed=0)
+    ((imgs, labels),) = ImageLoader(dataset, EpochBatches(40, 40, seed=0))
+    assert imgs.shape == (40, 3, 32, 32)
+    assert sorted(imgs[:, 0, 0, 0].tolist()) == values
+    assert torch.equal(labels, (imgs[:, 0, 0, 0] > 127).long())
 
-    def __getitem__(self, index):
-        return Image.new("RGB", (40, 40)), os.getpid()
+
+def test_a_subset_of_any_source():
+    source = Subset(Subset(Greys([10, 20, 200]), [2, 1]), [1, 0])
+    assert image_names(source) == ["grey/20", "grey/200"]
+    assert labels_of(source).tolist() == [0, 1]
+    assert source.read(1).getpixel((0, 0)) == (200, 200, 200)
+    assert len({each.fingerprint() for each in (source, source.source, Subset(source, [1]), Greys([10, 20, 200]))}) == 4
+
+
+class Whoami(Greys):
+    """Labels tell which process read an image."""
+
+    def label(self, index):
+        return os.getpid()
 
 
 def test_workers_start_once():
-    dataset = AugmentedDataset(Whoami(), pretrain_augmentation(parse("--data_set", "shapes")), seed=0)
+    dataset = AugmentedDataset(Whoami([0] * 40), pretrain_augmentation(parse("--data_set", "shapes")), seed=0)
     loader = ImageLoader(dataset, EpochBatches(40, 4, seed=0), num_workers=2)
     processes = []
     for epoch in range(3):
         loader.set_epoch(epoch)
-        processes.append({pid for _, labels in loader for pid in labels.tolist()})
+        processes.append({pid for _, labels, _ in loader for pid in labels.tolist()})
     assert processes[0] == processes[1] == processes[2]
-    assert len(processes[0] - {os.getpid()}) == 2
+    assert len(processes[0] - {os.getpid()}) == min(2, len(os.sched_getaffinity(0)))
 
 
 @pytest.mark.parametrize("in_chans", [1, 3, 4])
@@ -186,6 +214,34 @@ def test_class_list(class_folders, tmp_path):
         build_source(parse("--data_path", class_folders, "--class_list", tmp_path / "none"), "train")
 
 
+def test_training_needs_a_folder_called_train_beside_val(class_folders):
+    """As class folders, Train and val would both be trained on."""
+    (class_folders / "train").rename(class_folders / "Train")
+    for split in ("pretrain", "train", "val"):
+        with pytest.raises(UserError, match=r"has val but no train; rename its training folder to train"):
+            build_source(parse("--data_path", class_folders), split)
+    (class_folders / "val").rename(class_folders / "Test")
+    with pytest.raises(UserError, match="has Test but no train"):
+        build_source(parse("--data_path", class_folders), "pretrain")
+
+
+def test_the_default_folder_says_how_to_fill_it(tmp_path, monkeypatch, class_folders):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as error:
+        build_source(parse("--data_path", DEFAULT_DATA_PATH), "train")
+    assert str(error.value) == (
+        "--data_path data/imagenet is not a folder; "
+        "link your data there (ln -s /data/imagenet data/imagenet) or pass --data_path"
+    )
+    with pytest.raises(UserError, match=r"nowhere is not a folder$"):
+        build_source(parse("--data_path", "nowhere"), "train")
+    with pytest.raises(UserError, match="--data_set cifar10 needs --data_path"):
+        build_source(parse("--data_set", "cifar10", "--data_path", DEFAULT_DATA_PATH), "train")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "imagenet").symlink_to(class_folders)
+    assert len(build_source(parse("--data_path", DEFAULT_DATA_PATH), "train")) == 24
+
+
 @pytest.fixture
 def one_folder(tmp_path):
     """A single folder of classes: a with 10 images, b with 5, c with 2, d with 1."""
@@ -207,15 +263,16 @@ def test_split_divides_every_class(one_folder):
     assert len({tuple(part("train", "--split_seed", seed)) for seed in range(5)}) > 1
 
 
+def as_pixels(data):
+    return data if isinstance(data, bytes) else data.tobytes()
+
+
 @pytest.mark.parametrize("data", ["folder", "shapes"])
 def test_so_many_images_are_drawn_from_each_split(class_folders, data):
     flags = ("--data_path", class_folders) if data == "folder" else ("--data_set", "shapes", "--shapes_images", 60)
 
     def names(split, *more):
-        args = parse(*flags, *more)
-        source = build_source(args, split)
-        assert labels_of(source).tolist() == [source[i][1] for i in range(len(source))]
-        return image_names(source, args, split)
+        return image_names(build_source(parse(*flags, *more), split))
 
     for split in ("train", "val"):
         few = names(split, "--max_images", 9)
@@ -224,9 +281,9 @@ def test_so_many_images_are_drawn_from_each_split(class_folders, data):
         assert few == sorted(few, key=names(split).index)
         assert names(split, "--max_images", 1000) == names(split)
         assert len({tuple(names(split, "--max_images", 9, "--split_seed", seed)) for seed in range(4)}) > 1
-    pretrain = build_source(parse(*flags, "--max_images", 9), "pretrain")
-    train = build_source(parse(*flags, "--max_images", 9), "train")
-    assert [describe(pretrain, i) for i in range(9)] == [describe(train, i) for i in range(9)]
+    pretrain, train = (build_source(parse(*flags, "--max_images", 9), split) for split in ("pretrain", "train"))
+    assert [as_pixels(pretrain.read(i)) for i in range(9)] == [as_pixels(train.read(i)) for i in range(9)]
+    assert data_identity(pretrain) == data_identity(train)
     with pytest.raises(UserError, match="--max_images 0 must be at least 1"):
         parse(*flags, "--max_images", 0)
 
@@ -248,26 +305,32 @@ def test_the_training_images_define_the_classes(class_folders):
     args = parse("--data_path", class_folders)
     assert [label for _, label in build_source(args, "val").samples] == [0, 0, 2, 2, 3, 3, 4, 4, 5, 5]
     write_image(class_folders / "val" / "zebra" / "0.png")
-    with pytest.raises(UserError, match=r"val has classes that .*train has not: zebra"):
+    with pytest.raises(UserError, match=r"val has classes that .*train does not have: zebra"):
         build_source(args, "val")
 
 
-def test_names_do_not_depend_on_where_the_data_lie(class_folders):
-    args = parse("--data_path", class_folders)
-    assert image_names(build_source(args, "val"), args, "val")[:3] == ["val/a/0.png", "val/a/1.png", "val/b/0.png"]
-    args = parse("--data_set", "shapes", "--shapes_images", 10)
-    assert image_names(build_source(args, "val"), args, "val") == ["shapes/val/0", "shapes/val/1"]
+def test_names_do_not_depend_on_where_the_data_lies(class_folders, monkeypatch):
+    monkeypatch.chdir(class_folders)
+    for data_path in (class_folders, f"{class_folders}/", ".", f"../{class_folders.name}"):
+        source = build_source(parse("--data_path", data_path), "val")
+        assert image_names(source)[:3] == ["val/a/0.png", "val/a/1.png", "val/b/0.png"]
+        assert source.read(0) == (class_folders / "val" / "a" / "0.png").read_bytes()
+    shapes = parse("--data_set", "shapes", "--shapes_images", 10)
+    assert image_names(build_source(shapes, "val")) == ["shapes/val/0", "shapes/val/1"]
+    assert build_source(shapes, "pretrain").name(3) == "shapes/pretrain/3"
 
 
-def test_labels_without_opening_an_image(class_folders, tmp_path):
-    for flags in (("--data_path", class_folders), ("--data_set", "shapes", "--shapes_images", 12)):
-        source = build_source(parse(*flags), "train")
-        assert labels_of(source).tolist() == [source[i][1] for i in range(len(source))]
+def test_the_identity_of_data_in_existing_checkpoints():
+    """Or runs that were started before could not be resumed."""
+    flags = ("--data_set", "shapes", "--shapes_images", 3)
+    digest = hashlib.sha256(b"shapes/pretrain/0\nshapes/pretrain/1\nshapes/pretrain/2").hexdigest()
+    for split in ("pretrain", "train"):  # pretraining, fine-tuning
+        assert data_identity(build_source(parse(*flags), split)) == f"3 images, {digest[:16]}"
 
 
 def test_choosing_classes_needs_folders(tmp_path):
     for flag, value in (("--split", 0.5), ("--num_classes", 2), ("--class_list", "names.txt")):
-        with pytest.raises(UserError, match=r"choose among folders, not in --data_set cifar10"):
+        with pytest.raises(UserError, match=r"need class folders, not --data_set cifar10"):
             build_source(parse("--data_set", "cifar10", "--data_path", tmp_path, flag, value), "train")
 
 
@@ -281,16 +344,22 @@ def test_fashion_mnist_files(tmp_path):
         (raw / f"{name}-labels-idx1-ubyte").write_bytes(struct.pack(">4Bi", 0, 0, 8, 1, number) + bytes(range(number)))
     flags = ("--data_set", "fashion_mnist", "--data_path", tmp_path)
     assert len(build_eval_dataset(parse(*flags), "val")) == 3
-    assert labels_of(build_source(parse(*flags), "train")).tolist() == list(range(5))
+    source = build_source(parse(*flags), "train")
+    assert labels_of(source).tolist() == list(range(5))
+    assert (source.name(4), len(source.classes)) == ("fashion_mnist/train/4", 10)
     colour, label, _ = build_eval_dataset(parse(*flags), "train")[0, 4]
     grey, _, _ = build_eval_dataset(parse(*flags, "--in_chans", 1), "train")[0, 4]
     assert (colour.shape, grey.shape, label) == ((3, 32, 32), (1, 32, 32), 4)
 
 
 def test_pretraining_on_stl10_uses_its_unlabelled_images_too(tmp_path, monkeypatch):
-    monkeypatch.setattr("torchvision.datasets.STL10", lambda root, split, download: split)
+    def stl10(root, split, download):
+        return SimpleNamespace(labels=np.array([0, 1]), classes=split)
+
+    monkeypatch.setattr("torchvision.datasets.STL10", stl10)
     args = parse("--data_set", "stl10", "--data_path", tmp_path)
-    assert [build_source(args, split) for split in ("pretrain", "train", "val")] == ["train+unlabeled", "train", "test"]
+    parts = [build_source(args, split).classes for split in ("pretrain", "train", "val")]
+    assert parts == ["train+unlabeled", "train", "test"]
 
 
 @pytest.mark.parametrize("name", ["cifar10", "cifar100", "stl10", "fashion_mnist"])
@@ -339,7 +408,7 @@ def test_unreadable_images_are_named_replaced_and_counted(class_folders, clmae_l
     loader = build_pretrain_loader(args)
     for epoch in range(2):
         loader.set_epoch(epoch)
-        for imgs, _ in loader:
+        for imgs, _, _ in loader:
             assert imgs.shape == (25, 3, 32, 32)
     assert len(loader.bad_images.names) == 2
     assert clmae_log.text.count("unreadable image") == 2, "each is named once"

@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from own_source import Greys
 from PIL import Image
 
 import main_knn
@@ -49,8 +50,8 @@ def subject(data, checkpoint, tmp_path):
 def extractions(monkeypatch):
     """Counts how often images are encoded."""
     counted = []
-    original = features.DataLoader
-    monkeypatch.setattr(features, "DataLoader", lambda *args, **kwargs: counted.append(1) or original(*args, **kwargs))
+    original = features.build_data_loader
+    monkeypatch.setattr(features, "build_data_loader", lambda *a, **kwargs: counted.append(1) or original(*a, **kwargs))
     return counted
 
 
@@ -109,6 +110,66 @@ def test_moving_the_data_changes_nothing(subject, extractions, data, tmp_path):
     data.rename(tmp_path / "elsewhere")
     subject("--data_name", "x", "--data_path", tmp_path / "elsewhere").features("train")
     assert len(extractions) == 1
+
+
+def test_a_source_of_ones_own_is_extracted_and_cached(subject, extractions):
+    for values, number in (([0, 90, 200], 1), ([0, 90, 200], 1), ([0, 91, 200], 2)):
+        own = subject()
+        own.datasets["train"].source = Greys(values)
+        train = own.features("train")
+        assert train.labels.tolist() == [0, 0, 1]
+        encoded = own.encoder.forward_features(own.datasets["train"][0, 1][0][None])
+        torch.testing.assert_close(train.features[1:2], encoded, rtol=1e-4, atol=1e-5)
+        assert len(extractions) == number
+
+
+def test_a_subset_is_cached_apart_from_the_whole(subject, extractions, data):
+    for flags in ((), ("--max_images", 4), ("--max_images", 4, "--split_seed", 1)):
+        for _ in range(2):
+            subject(*flags).features("train")
+    assert len(extractions) == 3
+    Image.new("RGB", (9, 9)).save(data / "train" / "a" / "3.png")
+    subject("--max_images", 4).features("train")
+    assert len(extractions) == 4
+
+
+def trained_on(checkpoint, classes):
+    save_checkpoint(checkpoint, {"model": mae_vit_micro_patch4(img_size=16).state_dict(), "args": {"classes": classes}})
+
+
+def test_an_encoder_is_evaluated_on_the_classes_it_was_trained_on(subject, data, checkpoint, clmae_log):
+    for split in ("train", "val"):
+        (data / split / "c").mkdir()
+        Image.new("RGB", (20, 24)).save(data / split / "c" / "0.png")
+    trained_on(checkpoint, ["c", "a"])
+    restricted = subject()
+    assert restricted.classes == ["a", "c"]
+    assert restricted.names["val"] == ["val/a/0.png", "val/a/1.png", "val/a/2.png", "val/c/0.png"]
+    assert clmae_log.text.count(f"only the 2 of 3 classes that {checkpoint} was trained on; --num_classes 0") == 1
+    assert restricted.features("train").labels.tolist() == [0] * 6 + [1]
+    clmae_log.clear()
+    assert subject("--num_classes", 0).classes == ["a", "b", "c"]
+    assert f"all 3 classes; {checkpoint} was trained on 2 of them" in clmae_log.text
+
+
+def test_flags_choose_classes_before_the_checkpoint_does(subject, data, checkpoint, tmp_path, clmae_log):
+    trained_on(checkpoint, ["a"])
+    (tmp_path / "names.txt").write_text("b")
+    assert subject("--class_list", tmp_path / "names.txt").classes == ["b"]
+    assert subject("--num_classes", 2).classes == ["a", "b"]
+    assert "trained on" not in clmae_log.text
+
+
+@pytest.mark.parametrize("classes", [["a", "b"], ["a", "zebra"], [], None], ids=["all", "other data", "none", "untold"])
+def test_classes_of_other_data_do_not_restrict(subject, checkpoint, classes, clmae_log):
+    trained_on(checkpoint, classes)
+    assert subject().classes == ["a", "b"]
+    assert "trained on" not in clmae_log.text
+
+
+def test_classes_of_training_matter_for_folders_only(subject, checkpoint):
+    trained_on(checkpoint, ["disc"])
+    assert len(subject("--data_set", "shapes", "--shapes_images", 20).classes) == 10
 
 
 def test_random_weights_of_another_seed_are_another_encoder(subject, extractions):

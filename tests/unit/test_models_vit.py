@@ -9,7 +9,15 @@ from torch import nn
 
 from models_mae import MODELS as MAE_MODELS
 from models_mae import build_mae, mae_vit_micro_patch4
-from models_vit import MODELS, VisionTransformer, encoder_weights, find_checkpoint, fit_weights, load_encoder, load_mae
+from models_vit import (
+    MODELS,
+    VisionTransformer,
+    encoder_weights,
+    fit_weights,
+    load_encoder,
+    load_mae,
+    resolve_checkpoint,
+)
 from util.checkpoint import save_checkpoint
 from util.cli import UserError
 from util.misc import derive_seed
@@ -119,10 +127,10 @@ def test_grey_images_are_inferred(tmp_path):
 def test_a_run_folder_means_its_newest_checkpoint(tmp_path, mae):
     for epoch in (3, 20):
         save_checkpoint(tmp_path / f"checkpoint-{epoch}.pth", {"model": mae.state_dict()})
-    assert find_checkpoint(str(tmp_path)).name == "checkpoint-20.pth"
+    assert resolve_checkpoint(str(tmp_path)).name == "checkpoint-20.pth"
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"--finetune .*empty is a folder without checkpoint-N\.pth"):
-        find_checkpoint(str(tmp_path / "empty"))
+        resolve_checkpoint(str(tmp_path / "empty"))
 
 
 def without(state, *keys):

@@ -1,8 +1,8 @@
-"""From a file to the pixels of a crop: upright, 8 bits per channel, and no more decoded than the crop needs.
+"""From a file to the pixels of a crop: upright, 8 bits per channel, and decoding no more than the crop needs.
 
-A JPEG is decoded from its top to the last row of the crop, at 1/2, 1/4 or 1/8 of its size where the crop is large
-enough. simplejpeg does that if it is installed, else Pillow, with the same pixels. What is no ordinary JPEG, and every
-image where the exact pipeline is asked for, is decoded as a whole and resized by Pillow, as torchvision does it.
+A JPEG is decoded from its top to the last row of the crop, at 1/2, 1/4 or 1/8 scale where the crop is large enough: by
+simplejpeg if installed, else by Pillow, with identical pixels. Other files, and all files with --exact_decode, are
+decoded whole and resized by Pillow, as torchvision does.
 """
 
 import io
@@ -21,16 +21,16 @@ try:
 except ImportError:
     simplejpeg = None
 
-MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # how PIL names an image of so many channels
+MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # channels to PIL mode
 SIMPLEJPEG_MODES = {"L": "GRAY", "RGB": "RGB", "RGBA": "RGBA"}
 
-# A smaller scale is used where the crop is still this many times larger than what it becomes: then the decoder's
-# filter leaves a mean difference below 1 of 255 to the exact pipeline. (With 1, it is about 3.)
+# A crop decoded at a smaller scale stays at least this many times larger than the output. Then the decoder's filter
+# differs from the exact pipeline by less than 1 of 255 in the mean (with a factor of 1, by about 3).
 OVERSIZE = 2
 
-ORIENTATION = 0x0112  # the tag of EXIF
-METADATA = {b"Exif": "exif", b"http://ns.adobe.com/xap/1.0/": "xmp"}  # where JPEG files have it, and Pillow's names
-# What makes an image upright: exchange rows and columns; then mirror left and right; then top and bottom.
+ORIENTATION = 0x0112  # EXIF tag
+METADATA = {b"Exif": "exif", b"http://ns.adobe.com/xap/1.0/": "xmp"}  # where JPEGs store it, and Pillow's names
+# What makes an image upright: transpose; then mirror left-right; then top-bottom.
 UPRIGHT = {
     1: (False, False, False),
     2: (False, True, False),
@@ -47,9 +47,9 @@ UPRIGHT = {
 
 
 def to_mode(data: bytes | Image.Image, mode: str) -> Image.Image:
-    """The image in a file's content, or a given one: upright, and with 8 bits in each channel of `mode`."""
+    """The image, given as such or as a file's content: upright, with 8 bits in each channel of `mode`."""
     image = open_image(data) if isinstance(data, bytes) else data
-    image.load()  # a TIFF turns itself upright here, and drops the tag
+    image.load()  # Pillow turns a TIFF upright here, and drops the tag
     exchange, mirror, flip = UPRIGHT[orientation_of(image)]
     if exchange:
         image = image.transpose(Image.Transpose.TRANSPOSE)
@@ -57,7 +57,7 @@ def to_mode(data: bytes | Image.Image, mode: str) -> Image.Image:
         image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     if flip:
         image = image.transpose(Image.Transpose.FLIP_TOP_BOTTOM)
-    if image.mode.startswith("I"):  # 16 bits, in PNG and TIFF files; PIL would clip them at 255
+    if image.mode.startswith("I"):  # 16-bit PNG and TIFF, which PIL would clip at 255
         image = Image.fromarray(np.rint(np.clip(np.asarray(image), 0, 65535) / 257).astype(np.uint8))
     return image.convert(mode)
 
@@ -65,14 +65,14 @@ def to_mode(data: bytes | Image.Image, mode: str) -> Image.Image:
 def open_image(data: bytes) -> Image.Image:
     try:
         return Image.open(io.BytesIO(data))
-    except UnidentifiedImageError:  # its text has an address, another one every time
+    except UnidentifiedImageError:  # its text holds an address that differs every time
         raise OSError("cannot identify its format" if data else "the file is empty") from None
 
 
 def orientation_of(image: Image.Image) -> int:
     try:
         orientation = image.getexif().get(ORIENTATION, 1)
-    except Exception:  # PIL raises almost anything here; damaged metadata do not make the pixels unreadable
+    except Exception:  # PIL raises almost anything; damaged metadata does not make the pixels unreadable
         return 1
     return orientation if orientation in UPRIGHT else 1
 
@@ -80,7 +80,7 @@ def orientation_of(image: Image.Image) -> int:
 def exact_crop(image: Image.Image, box: Crop, size: tuple[int, int]) -> torch.Tensor:
     """The crop, resized to `size` (height, width) by PIL's bicubic filter; uint8 [H, W, C]."""
     top, left, height, width = box
-    crop = image.crop((left, top, left + width, top + height)).resize(size[::-1], Image.Resampling.BICUBIC)
+    crop = image.crop((left, top, left + width, top + height)).resize((size[1], size[0]), Image.Resampling.BICUBIC)
     return torch.from_numpy(np.array(crop)).view(*size, -1)
 
 
@@ -89,23 +89,24 @@ def exact_crop(image: Image.Image, box: Crop, size: tuple[int, int]) -> torch.Te
 
 @dataclass(frozen=True)
 class Jpeg:
-    """An ordinary JPEG file that is complete: its bytes, and what its header says."""
+    """A complete JPEG file of a common kind: its bytes, and what its header says."""
 
     data: bytes
     stored: tuple[int, int]  # height and width, as stored
-    height_at: int  # where the header has the height
-    baseline: bool  # rows are stored from top to bottom, once
+    height_at: int  # offset of the height in the header
+    baseline: bool  # rows are stored from top to bottom, in one pass
     orientation: int
 
     @property
     def size(self) -> tuple[int, int]:
         """Height and width of the upright image."""
-        return self.stored[::-1] if UPRIGHT[self.orientation][0] else self.stored
+        height, width = self.stored
+        return (width, height) if UPRIGHT[self.orientation][0] else (height, width)
 
 
 def read_jpeg(data: bytes) -> Jpeg | None:
-    """None for what is better left to Pillow: other formats, CMYK, rare encodings, and files that are cut short."""
-    # Inside the compressed data no FF D9 can occur, so a file that was cut does not end with it.
+    """None for files better left to Pillow: other formats, CMYK, rare encodings, and truncated files."""
+    # FF D9 cannot occur inside the compressed data, so a truncated file does not end with it.
     if not data.startswith(b"\xff\xd8\xff") or not data.endswith(b"\xff\xd9"):
         return None
     metadata, at = {}, 2
@@ -133,8 +134,8 @@ def read_jpeg(data: bytes) -> Jpeg | None:
 def orientation_in(metadata: dict[str, bytes]) -> int:
     if not metadata:
         return 1
-    image = Image.new("L", (1, 1))  # lets Pillow read them, as for whole images
-    image.info = metadata
+    image = Image.new("L", (1, 1))  # lets Pillow parse it, as for whole images
+    image.info.update(metadata)
     return orientation_of(image)
 
 
@@ -147,7 +148,7 @@ def jpeg_crop(jpeg: Jpeg, box: Crop, size: tuple[int, int], mode: str) -> torch.
     if flip:
         top = whole_height - top - height
     box = (left, top, width, height) if exchange else (top, left, height, width)
-    pixels = stored_crop(jpeg, box, size[::-1] if exchange else size, mode)
+    pixels = stored_crop(jpeg, box, (size[1], size[0]) if exchange else size, mode)
     if exchange:
         pixels = pixels.transpose(0, 1)
     dims = [dim for dim, turned in ((0, flip), (1, mirror)) if turned]
@@ -155,37 +156,38 @@ def jpeg_crop(jpeg: Jpeg, box: Crop, size: tuple[int, int], mode: str) -> torch.
 
 
 def stored_crop(jpeg: Jpeg, box: Crop, size: tuple[int, int], mode: str) -> torch.Tensor:
-    """The same in the coordinates in which the file stores its pixels."""
+    """As `jpeg_crop`, in the coordinates of the stored image."""
     top, left, height, width = box
     scale = choose_scale(height / size[0], width / size[1])
     pixels = decode(jpeg, top + height, scale, mode)
     if scale == 1:
-        # torch has a vectorised filter of bytes for images without gaps whose channels lie together.
+        # torch's filter of bytes is vectorised for contiguous, channels-last images.
         crop = torch.from_numpy(np.array(pixels[top : top + height, left : left + width]))[None].permute(0, 3, 1, 2)
         return F.interpolate(crop, size, mode="bicubic", antialias=True)[0].permute(1, 2, 0)
-    # The crop's edges are no whole pixels any more, which torch's filter has no argument for.
+    # The crop's edges now fall between pixels, which torch's filter does not support.
     y, x = top // scale, left // scale
     part = pixels[y : -(-(top + height) // scale), x : -(-(left + width) // scale)]
     edges = (left / scale - x, top / scale - y, (left + width) / scale - x, (top + height) / scale - y)
     image = Image.fromarray(part if mode != "L" else part[:, :, 0])
-    return torch.from_numpy(np.array(image.resize(size[::-1], Image.Resampling.BICUBIC, box=edges))).view(*size, -1)
+    resized = image.resize((size[1], size[0]), Image.Resampling.BICUBIC, box=edges)
+    return torch.from_numpy(np.array(resized)).view(*size, -1)
 
 
 def choose_scale(*ratios: float) -> int:
-    """By how much a decoder may divide the size of a crop that is so many times larger than needed."""
+    """The divisor at which to decode a crop whose sides exceed the output's by `ratios`."""
     return next((scale for scale in (8, 4, 2) if min(ratios) >= OVERSIZE * scale), 1)
 
 
 def decode(jpeg: Jpeg, rows: int, scale: int, mode: str) -> np.ndarray:
-    """At least the first `rows` rows, divided by `scale`; uint8 [H, W, C]."""
+    """At least the first `rows` rows, at 1 / `scale` of their size; uint8 [H, W, C]."""
     data, (height, width) = jpeg.data, jpeg.stored
-    rows += 2 * scale  # the decoder's smoothing of colours looks at the next row of them, which may be two rows high
+    rows += 2 * scale  # chroma upsampling looks at the next chroma row, which may be two rows high
     if jpeg.baseline and rows < height:
-        # Decoders stop after as many rows as the header tells of.
+        # Decoders stop after the number of rows in the header.
         height, data = rows, bytearray(data)
         struct.pack_into(">H", data, jpeg.height_at, height)
     if simplejpeg is not None:
-        # Not strict, because the rows left out would count as a fault.
+        # Not strict, because the missing rows would count as an error.
         smallest = {"min_height": -(-height // scale), "min_width": -(-width // scale)} if scale > 1 else {}
         return simplejpeg.decode_jpeg(data, SIMPLEJPEG_MODES[mode], strict=False, **smallest)
     image = Image.open(io.BytesIO(data))

@@ -1,19 +1,19 @@
-"""A built-in data set: striped shapes on faintly striped backgrounds, drawn from a seed, the object's pixels known.
+"""A built-in data set: striped shapes on faintly striped backgrounds, generated from a seed, with object masks.
 
-A class has a shape and a width of stripes. Colours, contrast, place, size, tilt, and the stripes' direction and phase
-are drawn anew for each image: no pixel and no colour tells the class, but what continues from patch to patch does.
+A class is a shape and a stripe width. Colours, contrast, position, size, tilt, and the stripes' direction and phase are
+random: no single pixel or colour reveals the class, only structure that spans patches.
 """
 
+import hashlib
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 from PIL import Image
 
 from util.misc import derive_seed
 
-SUPERSAMPLING = 2  # objects are drawn at twice the size and averaged, so that outlines are smooth
+SUPERSAMPLING = 2  # antialiased outlines
 
 
 def _triangle(u: np.ndarray, v: np.ndarray) -> np.ndarray:
@@ -21,7 +21,7 @@ def _triangle(u: np.ndarray, v: np.ndarray) -> np.ndarray:
 
 
 def _star(u: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """Five points: inside the line from a tip at radius 1 to the neighbouring notch at radius 0.42."""
+    """Five-pointed, with tips at radius 1 and notches at radius 0.42."""
     sector, notch = 2 * math.pi / 5, 0.42
     angle = np.abs((np.arctan2(v, u) % sector) - sector / 2)  # 0 at a notch, sector / 2 at a tip
     r = np.hypot(u, v)
@@ -29,7 +29,7 @@ def _star(u: np.ndarray, v: np.ndarray) -> np.ndarray:
     return (tip_x - notch) * r * np.sin(angle) - tip_y * (r * np.cos(angle) - notch) >= 0
 
 
-# Each class as an indicator function over coordinates in which the object has about radius 1.
+# Each class as an indicator function; an object's radius is about 1.
 SHAPES = {
     "disc": lambda u, v: u**2 + v**2 <= 0.72,
     "ring": lambda u, v: (u**2 + v**2 <= 0.9) & (u**2 + v**2 >= 0.3),
@@ -46,29 +46,31 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Style:
-    """Ranges from which an image is drawn; the shorter side of the image spans [-1, 1]."""
+    """Sampling ranges; the image's shorter side spans [-1, 1]."""
 
     background_amplitude: tuple[float, float]  # of the waves, in grey levels
     object_amplitude: tuple[float, float]
-    waves: int  # of each, behind and inside
-    periods: tuple[float, float] | None  # of a wave, across the image; None: as the class has it
+    waves: int  # in the background, and as many in the object
+    periods: tuple[float, float] | None  # of a wave, across the image; None: the class's own
     radius: tuple[float, float]
     angle: tuple[float, float]
 
 
 CLEAR = Style((4, 10), (25, 40), 1, None, radius=(0.75, 0.95), angle=(-0.1 * math.pi, 0.1 * math.pi))
-# Objects as textured as what is behind them, at any angle: only the outline tells the class.
+# Object and background equally textured, any angle: only the outline reveals the class.
 CAMOUFLAGED = Style((10, 25), (10, 25), 2, (1, 3), radius=(0.5, 0.8), angle=(0, 2 * math.pi))
 
 
 class ShapesDataset:
-    """`num_images` labelled images of `size` (height, width); image i is a function of (seed, split, i) alone."""
+    """`num_images` labelled images of `size` (height, width); image i depends on (seed, split, i) only.
 
-    classes: ClassVar[list[str]] = list(SHAPES)
+    Splits "pretrain" and "train" are the same images.
+    """
 
     def __init__(
         self, size: tuple[int, int], num_images: int, split: str = "train", seed: int = 0, style: Style = CLEAR
     ):
+        self.classes = list(SHAPES)
         self.size, self.num_images, self.split, self.seed, self.style = size, num_images, split, seed, style
         self.coordinates = _pixel_centres(size)
         self.fine_coordinates = _pixel_centres((SUPERSAMPLING * size[0], SUPERSAMPLING * size[1]))
@@ -76,16 +78,23 @@ class ShapesDataset:
     def __len__(self) -> int:
         return self.num_images
 
-    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
-        pixels, _ = self.render(index)
-        return Image.fromarray(pixels), self.label(index)
+    def read(self, index: int) -> Image.Image:
+        return Image.fromarray(self.render(index)[0])
 
     def label(self, index: int) -> int:
         return index % len(SHAPES)
 
+    def name(self, index: int) -> str:
+        return f"shapes/{self.split}/{index}"
+
+    def fingerprint(self) -> str:
+        settings = repr((tuple(self.size), len(self), self.split, self.seed)).encode()
+        return hashlib.sha256(settings + self.render(0)[0].tobytes()).hexdigest()  # one image stands for this code
+
     def render(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """The image, uint8 [H, W, 3], and the object's pixels, bool [H, W]."""
-        rng, style = np.random.default_rng(derive_seed("shapes", self.seed, self.split, index)), self.style
+        """The image, uint8 [H, W, 3], and the object's mask, bool [H, W]."""
+        part = "train" if self.split == "pretrain" else self.split
+        rng, style = np.random.default_rng(derive_seed("shapes", self.seed, part, index)), self.style
         x, y = self.coordinates
 
         background = rng.uniform(95, 150, size=3)
@@ -112,7 +121,7 @@ class ShapesDataset:
 
 
 def _pixel_centres(size: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """x and y of each pixel; the shorter side of the image spans [-1, 1]."""
+    """x and y of each pixel; the image's shorter side spans [-1, 1]."""
     height, width = size
     short = min(size)
     return np.meshgrid((2 * np.arange(width) + 1 - width) / short, (2 * np.arange(height) + 1 - height) / short)
@@ -125,7 +134,7 @@ def _wave(
     periods: tuple[float, float],
     amplitude: tuple[float, float],
 ) -> np.ndarray:
-    """A coloured plane wave [H, W, 3] of any direction and phase, with `periods` of it across the image."""
+    """A coloured plane wave [H, W, 3] of random direction and phase, with `periods` across the image."""
     direction, phase = rng.uniform(0, 2 * math.pi, size=2)
     frequency = math.pi * rng.uniform(*periods)
     wave = np.sin(frequency * (math.cos(direction) * x + math.sin(direction) * y) + phase)

@@ -1,4 +1,4 @@
-"""Features of a frozen encoder: extracted once per (checkpoint, data, transform), and kept on disk."""
+"""Features of a frozen encoder: extracted once per (checkpoint, data, transform), and cached on disk."""
 
 import hashlib
 import json
@@ -7,24 +7,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch.utils.data import DataLoader
 
 from util.cli import UserError, logger, tracked
-from util.data.shapes import ShapesDataset
-from util.data.sources import ImageList, Subset, labels_of
-from util.datasets import BadImages, ImageDataset, collate
-from util.misc import autocast, gather_objects, gather_rows, is_main_process, outlive_signals, share_of_rank
+from util.data.sources import labels_of
+from util.datasets import BadImages, ImageDataset, build_data_loader, collate
+from util.misc import autocast, gather_objects, gather_rows, is_main_process, share_of_rank
 
-FORMAT = 2  # of the cache; a new number makes every older file a stranger
+FORMAT = 2  # of the cache; changing it invalidates all older files
 
 
 @dataclass
 class FeatureSet:
-    """Features float32 [M, D] and labels int64 [M] of the images at `indices` [M]; unreadable ones are left out."""
+    """Features float32 [M, D] and labels int64 [M] of the readable images, whose `indices` are [M]."""
 
     features: torch.Tensor
     labels: torch.Tensor
@@ -51,23 +48,21 @@ def extract_features(
     pin_mem: bool = False,
     header: str | None = None,
 ) -> FeatureSet:
-    """What `encode` (images [B, C, H, W] to features [B, `width`]) makes of the images at `indices`, on the CPU.
+    """Features of the images at `indices`, on the CPU. `encode` maps images [B, C, H, W] to features [B, `width`].
 
-    Processes share the work; each gets all of the result. `header` asks for a progress bar of that name.
+    Processes share the work, and each gets the whole result. `header` asks for a progress bar of that name.
     """
     mine = indices[share_of_rank(len(indices))]
-    loader = DataLoader(
+    loader = build_data_loader(
         dataset,
+        num_workers=num_workers,
         sampler=[(0, index) for index in mine],
         batch_size=batch_size,
         collate_fn=collate,
-        num_workers=num_workers,
         pin_memory=pin_mem,
-        worker_init_fn=outlive_signals,
-        generator=torch.Generator(),
     )
     bad_images = BadImages(dataset, fate="left out")
-    features = [torch.empty(0, width)]  # a process may have no images at all
+    features = [torch.empty(0, width)]  # a process may have no images
     kept = torch.ones(len(mine), dtype=torch.bool)
     batches = tracked(loader, header, len(loader), batch_size, "images/s")
     for start, (imgs, _, bad) in zip(range(0, len(mine), batch_size), batches, strict=True):
@@ -77,34 +72,35 @@ def extract_features(
         with autocast(device, amp):
             encoded = encode(imgs.to(device, non_blocking=True))
         features.append(encoded.float().cpu()[readable])
-    # Once more for all processes together: the first one speaks, and the limit is for the whole.
+    # Combine all processes' counts: the first process logs, and the limit holds for the total.
     bad_images.add([name for names in gather_objects(sorted(bad_images.names)) for name in names])
     features = torch.cat(features)
     if not features.isfinite().all():
-        raise UserError("the encoder's features are not finite; is the checkpoint of a diverged run? Try --amp off")
+        raise UserError("the encoder's features are not finite; did the pretraining diverge? Try --amp off")
     chosen = gather_rows(torch.tensor(mine, dtype=torch.int64)[kept])
     return FeatureSet(gather_rows(features), labels_of(dataset.source)[chosen], chosen)
 
 
 class FeatureCache:
-    """Feature files in a folder, each named after a hash of all that its content depends on.
+    """Feature files in a folder, each named after a hash of everything its content depends on.
 
-    A file appears under its name only when it is complete, so a half-written one is never read. Without a folder
-    nothing is kept.
+    A file gets its name only once it is complete, so a half-written one is never read. Without a folder nothing is
+    cached.
     """
 
     def __init__(self, folder: Path | None):
         self.folder = folder
 
     def get(self, name: str, depends_on: dict, extract: Callable[[], FeatureSet]) -> FeatureSet:
-        """The features that depend on `depends_on` (plain types), from disk or else from `extract`."""
+        """The features that `depends_on` (plain types) identifies, from disk or else from `extract`."""
         if self.folder is None:
             return extract()
         depends_on = {"format": FORMAT, **depends_on}
         key = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()
         path = self.folder / f"{name}-{key[:16]}.safetensors"
         found = read(path, key) if path.exists() else None
-        if all(gather_objects(found is not None)):  # what depends on a disk may look different to each process
+        everywhere = all(gather_objects(found is not None))  # processes may see different disks
+        if found is not None and everywhere:
             logger.info("features of %s: %d images, from %s", name, len(found), path)
             return found
         extracted = extract()
@@ -114,7 +110,7 @@ class FeatureCache:
 
 
 def read(path: Path, key: str) -> FeatureSet | None:
-    """The features in `path`, or None where the file is damaged."""
+    """The features in `path`, or None if the file cannot be used."""
     try:
         with safe_open(path, framework="pt") as file:
             if file.metadata()["key"] == key:
@@ -127,7 +123,7 @@ def read(path: Path, key: str) -> FeatureSet | None:
 
 
 def write(path: Path, features: FeatureSet, metadata: dict[str, str]) -> None:
-    """All or nothing. A cache that cannot be written costs time later, so it is no reason to stop."""
+    """All or nothing. Failing to write a cache only costs time later, so it does not end the run."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -137,37 +133,13 @@ def write(path: Path, features: FeatureSet, metadata: dict[str, str]) -> None:
         os.replace(partial, path)
     except (OSError, SafetensorError) as error:
         partial.unlink(missing_ok=True)
-        logger.warning("the features cannot be kept in %s: %s", path, error)
+        logger.warning("cannot cache the features in %s: %s", path, error)
 
 
 def file_hash(path: str | Path) -> str:
-    """What sha256sum prints."""
+    """SHA-256, as sha256sum prints it."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
-    return digest.hexdigest()
-
-
-def file_size(path: str) -> int:
-    """In bytes; -1 for a link to nowhere, which is found unreadable later."""
-    try:
-        return os.path.getsize(path)
-    except OSError:
-        return -1
-
-
-def fingerprint(source, names: list[str]) -> str:
-    """A hash of a data set: names, sizes and labels of its files or, where it is in memory, its pixels and labels."""
-    digest = hashlib.sha256()
-    if isinstance(source, ImageList):
-        for name, (path, label) in zip(names, source.samples, strict=True):
-            digest.update(f"{name}\0{file_size(path)}\0{label}\n".encode(errors="surrogateescape"))
-    elif isinstance(source, Subset):
-        digest.update(f"{fingerprint(source.source, names)} {source.indices}".encode())
-    elif isinstance(source, ShapesDataset):  # one image stands for the code that draws them
-        digest.update(repr((tuple(source.size), len(source), source.split, source.seed)).encode())
-        digest.update(source.render(0)[0].tobytes())
-    else:
-        digest.update(np.ascontiguousarray(source.data).tobytes() + labels_of(source).numpy().tobytes())
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""What the evaluations share: the frozen encoder, the labelled data, and the features that join them."""
+"""What the evaluations share: a frozen encoder, labelled data, and the features of one on the other."""
 
 from argparse import Namespace
 from dataclasses import dataclass
@@ -7,33 +7,19 @@ from pathlib import Path
 
 import torch
 
-from models_vit import SIZES, VisionTransformer, find_checkpoint, infer_model, load_encoder
-from util.arguments import (
-    add_data_arguments,
-    add_distributed_arguments,
-    add_encoder_arguments,
-    add_machine_arguments,
-    add_result_arguments,
-    check_shared_args,
-)
-from util.cli import ArgumentParser, UserError, logger
-from util.data.sources import image_names
+from models_vit import SIZES, VisionTransformer, infer_model, load_encoder, resolve_checkpoint
+from util.arguments import settle_shared_args
+from util.checkpoint import load_checkpoint
+from util.cli import UserError, logger
+from util.data.sources import available_classes, image_names
 from util.datasets import ImageDataset, build_eval_dataset
-from util.evaluation.features import FeatureCache, FeatureSet, extract_features, file_hash, fingerprint
+from util.evaluation.features import FeatureCache, FeatureSet, extract_features, file_hash
 from util.misc import amp_dtype, file_name, init_distributed_mode, precision
-
-
-def add_evaluation_arguments(parser: ArgumentParser) -> None:
-    add_encoder_arguments(parser)
-    add_data_arguments(parser)
-    add_result_arguments(parser)
-    add_machine_arguments(parser)
-    add_distributed_arguments(parser)
 
 
 @dataclass
 class Subject:
-    """What is judged, and on what: an encoder, the training images and the test images ("val") of a labelled set."""
+    """What is evaluated: an encoder, on the training images and the test images ("val") of a labelled data set."""
 
     args: Namespace
     encoder: VisionTransformer
@@ -56,11 +42,11 @@ class Subject:
 
     @property
     def file_name(self) -> str:
-        """The data's name, fit for a file."""
+        """The data's name as part of a file's name."""
         return file_name(self.data_name)
 
     def settings(self) -> dict:
-        """All that makes this encoder's features what they are, but for its weights and the images."""
+        """What the features depend on besides weights and images."""
         args = self.args
         return {
             "model": args.model,
@@ -70,7 +56,7 @@ class Subject:
         }
 
     def data_settings(self) -> dict:
-        """How the images were chosen, as far as flags say so."""
+        """The flags that chose the images."""
         names = ("split",) if self.args.split else ()
         names += ("max_images",) if self.args.max_images else ()
         names += ("split_seed",) if names else ()
@@ -79,10 +65,10 @@ class Subject:
         return {name: getattr(self.args, name) for name in names}
 
     def fingerprint(self, split: str) -> str:
-        return fingerprint(self.datasets[split].source, self.names[split])
+        return self.datasets[split].source.fingerprint()
 
     def features(self, split: str) -> FeatureSet:
-        """Of the centre crops of a split; extracted once, by all processes together."""
+        """Features of a split's centre crops; extracted once, by all processes together."""
         dataset, args = self.datasets[split], self.args
         depends_on = {
             **self.settings(),
@@ -106,7 +92,7 @@ class Subject:
         )
         found = self.cache.get(split, depends_on, extract)
         unreadable = len(dataset) - len(found)
-        if unreadable > args.max_bad_images:  # a cached file may be of a run with a higher limit
+        if unreadable > args.max_bad_images:  # cached features may come from a run with a higher limit
             raise UserError(f"{unreadable} images of {split} cannot be read, more than --max_bad_images allows")
         if unreadable:
             logger.info("%d unreadable images of %s are left out", unreadable, split)
@@ -114,10 +100,10 @@ class Subject:
 
 
 def open_subject(args: Namespace, drop_path: float = 0.0) -> Subject:
-    """Read the flags, the checkpoint and the file lists; fails here, before any work, if something is amiss."""
-    check_shared_args(args)
+    """Check the flags, load the checkpoint and list the images, so that mistakes surface before any work is done."""
+    settle_shared_args(args)
     device = init_distributed_mode(args)
-    checkpoint = find_checkpoint(args.finetune) if args.finetune else None
+    checkpoint = resolve_checkpoint(args.finetune) if args.finetune else None
     encoder = load_encoder(
         checkpoint,
         model=args.model,
@@ -131,12 +117,13 @@ def open_subject(args: Namespace, drop_path: float = 0.0) -> Subject:
 
 
 def subject_of(encoder: VisionTransformer, checkpoint: Path | None, device: torch.device, args: Namespace) -> Subject:
-    """The same with an encoder that is loaded already, from the file `checkpoint`."""
-    # From here on the flags say what is used, whether it was given or inferred.
+    """As `open_subject`, for an encoder already loaded from the file `checkpoint`."""
+    # From here on the flags hold what is used, given or inferred.
     args.model = args.model or infer_model(encoder.state_dict(), str(checkpoint))
     args.input_size = list(encoder.patch_embed.img_size)
     args.in_chans = encoder.patch_embed.proj.in_channels
-    datasets = {split: labelled(build_eval_dataset(args, split), args) for split in ("train", "val")}
+    classes = classes_of_training(checkpoint, args)
+    datasets = {split: labelled(build_eval_dataset(args, split, classes), args) for split in ("train", "val")}
     subject = Subject(
         args,
         encoder.to(device),
@@ -144,15 +131,34 @@ def subject_of(encoder: VisionTransformer, checkpoint: Path | None, device: torc
         checkpoint,
         file_hash(checkpoint) if checkpoint else None,
         datasets,
-        names={split: image_names(dataset.source, args, split) for split, dataset in datasets.items()},
+        names={split: image_names(dataset.source) for split, dataset in datasets.items()},
         cache=FeatureCache(feature_folder(args)),
     )
-    describe(subject)
+    log_subject(subject)
     return subject
 
 
+def classes_of_training(checkpoint: Path | None, args: Namespace) -> list[str] | None:
+    """The classes that the checkpoint was trained on, if the data has more and no flag chooses; else None."""
+    if checkpoint is None or args.data_set != "folder" or args.num_classes or args.class_list:
+        return None
+    trained = (load_checkpoint(checkpoint, lazily=True).get("args") or {}).get("classes")
+    if not trained or not set(trained) < set(available := available_classes(args)):
+        return None
+    if args.num_classes == 0:
+        logger.info("all %d classes; %s was trained on %d of them", len(available), checkpoint, len(trained))
+        return None
+    logger.info(
+        "only the %d of %d classes that %s was trained on; --num_classes 0 takes all",
+        len(trained),
+        len(available),
+        checkpoint,
+    )
+    return sorted(trained)
+
+
 def feature_folder(args: Namespace) -> Path | None:
-    """Where features are kept. A program that trains the encoder has none to keep, and no such flags."""
+    """Where features are cached. Programs that train the encoder cache none, and have no such flags."""
     if "no_cache" not in args or args.no_cache:
         return None
     folder = args.cache_dir or (Path(args.output_dir) / "features" if args.output_dir else None)
@@ -161,11 +167,11 @@ def feature_folder(args: Namespace) -> Path | None:
 
 def labelled(dataset: ImageDataset, args: Namespace) -> ImageDataset:
     if not dataset.source.classes:
-        raise UserError(f"--data_path {args.data_path} has no class folders, so there are no labels to judge by")
+        raise UserError(f"--data_path {args.data_path} has no class folders, but an evaluation needs labels")
     return dataset
 
 
-def describe(subject: Subject) -> None:
+def log_subject(subject: Subject) -> None:
     settings = subject.settings()
     logger.info(
         "%s (%s, width %d, %s) from %s",

@@ -172,8 +172,7 @@ def check_before_submission(program: str, args: Namespace) -> None:
     checkpoints may be out of this machine's sight, which is worth a warning only."""
     module = importlib.import_module(program)
     own = copy.deepcopy(args)
-    if hasattr(module, "settle_shared_args"):
-        settle_shared_args(own)
+    settle_shared_args(own)
     module.check_args(own)
     if args.data_set == "folder" and not Path(args.data_path).is_dir():
         logger.warning("--data_path %s is not a folder on this machine; do the cluster's nodes see it?", args.data_path)

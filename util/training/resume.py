@@ -1,6 +1,7 @@
 """How a run begins: afresh, from given weights, or where another one stopped, and then with the same settings."""
 
 import hashlib
+import re
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from torch.optim import Optimizer
 
 from util import checkpoint as ckpt
 from util.cli import UserError, logger
-from util.data.sources import image_names
+from util.data.sources import Source, image_names
 from util.misc import NativeScalerWithGradNormCount, gather_objects, is_main_process
 
 OWN_GROUP_SETTINGS = ("weight_decay", "lr_scale")  # of parameter groups: a resumed run keeps its own
@@ -198,9 +199,10 @@ def shown_name(name: str) -> str:
     return name if " " in name or name == "precision" else f"--{name}"
 
 
-def data_identity(source, args: Namespace) -> str:
+def data_identity(source: Source) -> str:
     """A hash of the images' names, in order: the same wherever the folder lies, and cheap for millions of them."""
-    names = "\n".join(image_names(source, args, "pretrain"))
+    # Images without files count as "SET/pretrain/N", in fine-tuning too; a folder's names end in .jpg or the like.
+    names = re.sub(r"^(\w+)/train/(\d+)$", r"\1/pretrain/\2", "\n".join(image_names(source)), flags=re.MULTILINE)
     return f"{len(source)} images, {hashlib.sha256(names.encode(errors='surrogateescape')).hexdigest()[:16]}"
 
 
