@@ -396,10 +396,20 @@ class Masking:
     def __init__(self, settings: MaskSettings, grid: tuple[int, int], module: nn.Module | None = None):
         self.settings, self.grid, self.module = settings, grid, module
         strategy = find_strategy(settings.masking)
-        self.learned = (
-            strategy(settings) if isinstance(strategy, type) and issubclass(strategy, LearnedMasking) else None
-        )
-        self.strategy = None if self.learned else strategy
+        self.learned = strategy(settings) if isinstance(strategy, type) else None
+        self.function: Strategy = random if isinstance(strategy, type) else strategy
+
+    @property
+    def follows_curriculum(self) -> bool:
+        if self.learned is not None:
+            return True
+        fixed_colour = self.function is noise and self.settings.mask_noise not in (None, "curriculum")
+        return not (fixed_colour or getattr(self.function, "constant", False))
+
+    def moment(self, epoch: int, progress: float) -> dict[str, float]:
+        """Where the curriculum stands: logged, and stored in checkpoints."""
+        moment = {"mask_ratio": self.settings.ratio(epoch)}
+        return moment | ({"lambda_cl": self.settings.lambda_cl(progress)} if self.follows_curriculum else {})
 
     def learns_at(self, step: int) -> bool:
         return self.learned is not None and step % self.settings.cmm_every == 0
@@ -431,12 +441,8 @@ class Masking:
     @torch.no_grad()
     def choose(self, ask: Ask, values: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         """The masking argument of the autoencoder: `noise` or `visible`."""
-        if self.function is not None:
-            chosen = self.function(ask)
-        else:
-            assert self.learned is not None
-            assert values is not None
-            chosen = self.learned.choose(ask, values)
+        learned = self.learned is not None and values is not None
+        chosen = self.learned.choose(ask, values) if learned else self.function(ask)
         expected = (len(ask.imgs), ask.num_patches)
         if not isinstance(chosen, torch.Tensor) or chosen.shape != expected:
             shape = tuple(chosen.shape) if isinstance(chosen, torch.Tensor) else type(chosen).__name__
