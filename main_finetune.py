@@ -348,4 +348,4 @@ def write_results(report: Report, test: FeatureSet, settings: dict, by_epoch: di
 
 
 if __name__ == "__main__":
-    run(main, get_args_parser())
+    run(main, get_args_parser(), timestamps=True)

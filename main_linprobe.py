@@ -331,4 +331,4 @@ def show_results(
 
 
 if __name__ == "__main__":
-    run(main, get_args_parser())
+    run(main, get_args_parser(), timestamps=True)

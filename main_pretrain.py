@@ -376,4 +376,4 @@ def departures_from_paper(args: Namespace) -> list[str]:
 
 
 if __name__ == "__main__":
-    run(main, get_args_parser())
+    run(main, get_args_parser(), timestamps=True)

@@ -129,6 +129,14 @@ def add_evaluation_arguments(parser: ArgumentParser) -> None:
     add_distributed_arguments(parser)
 
 
+def add_image_arguments(parser: ArgumentParser, number: str) -> None:
+    """Which images to look at: files, or a data set."""
+    images = parser.add_argument_group("images (or a data set, below)")
+    images.add_argument("--images", nargs="+", default=[], help="image files, or folders with some")
+    images.add_argument("--num_images", type=count, help=f"default: {number}")
+    add_data_arguments(parser)
+
+
 def settle_shared_args(args: Namespace) -> None:
     """Refuse what no single flag can tell, and fill in what follows from other flags."""
     if args.input_size is not None:

@@ -129,10 +129,10 @@ def answer_early(name: str, get_args_parser: Callable[[], argparse.ArgumentParse
 # --- Start and end of a program ---
 
 
-def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser) -> None:
+def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser, timestamps: bool = False) -> None:
     """Parse the flags and call `main`. A user's mistake ends in one sentence, an internal fault in a traceback."""
     args = parser.parse_args()
-    setup_logging()
+    setup_logging(timestamps)
     try:
         main(args)
     except (UserError, TrainingDiverged) as error:
@@ -228,9 +228,9 @@ class LineHandler(logging.StreamHandler):
             self.handleError(record)
 
 
-def setup_logging() -> None:
-    """Progress to standard output, problems to standard error; with the time of day where no one is watching."""
-    stamp = "" if sys.stdout.isatty() else "%(asctime)s  "
+def setup_logging(timestamps: bool = False) -> None:
+    """Progress to standard output, problems to standard error; `timestamps` are for log files, not for a terminal."""
+    stamp = "%(asctime)s  " if timestamps and not sys.stdout.isatty() else ""
     progress = LineHandler(sys.stdout)
     progress.addFilter(lambda record: record.levelno < logging.WARNING)
     progress.setFormatter(logging.Formatter(stamp + "%(message)s", "%Y-%m-%d %H:%M:%S"))

@@ -17,6 +17,7 @@ from masking import mask_health
 from models_mae import MaskedAutoencoderViT
 from util.datasets import pixel_statistics
 from util.plots.snapshot import Snapshot
+from util.plots.style import COLOURS, MARKERS, verbatim
 
 HEAT = "viridis"  # as even in grey and to the colour-blind as in colour
 TILE, LABEL, BAR, TITLE, GAP = 1.0, 1.3, 0.75, 0.34, 0.04  # inches: an image, margins, a block's title, between rows
@@ -194,6 +195,49 @@ def positions_figure(blocks: list[Block]) -> Figure:
         f"Random masks show all positions equally often.",
         fontsize=9,
     )
+    return figure
+
+
+def forensics_figure(measured: list[dict]) -> Figure:
+    """Position maps of every moment of every run, and below them the metrics of all runs over training."""
+    curves = [
+        name
+        for name in ("judge", "own", "edge", "mirror", "place", "visible")
+        if any(name in m["metrics"] for m in measured)
+    ]
+    runs = list(dict.fromkeys(m["run"] for m in measured))
+    columns = max(max(sum(m["run"] == run for m in measured) for run in runs), len(curves), 2)
+    figure = Figure(figsize=(2.3 * columns + 0.6, 2.5 * len(runs) + 2.8), layout="constrained")
+    axes = figure.subplots(len(runs) + 1, columns, squeeze=False, height_ratios=[1.0] * len(runs) + [1.15])
+    for row, run in enumerate(runs):
+        moments = [m for m in measured if m["run"] == run]
+        for at, moment in zip(axes[row], moments, strict=False):
+            share = np.array(moment["positions"])
+            draw_strip(at, share)
+            at.set_box_aspect(share.shape[0] / share.shape[1])
+            weight = "" if moment["lambda_cl"] is None else f", $\\lambda_{{CL}}$ {moment['lambda_cl']:+.2f}"
+            epoch = "" if moment["epoch"] is None else f"\nepoch {moment['epoch']}"
+            at.set_title(f"{verbatim(run)}{epoch}{weight}", fontsize=8)
+        bar = figure.colorbar(ScalarMappable(cmap=HEAT), ax=list(axes[row]), fraction=0.02, pad=0.01, ticks=[0, 0.5, 1])
+        bar.set_label("visible", fontsize=8)
+        bar.ax.tick_params(labelsize=7)
+    for at, name in zip(axes[-1], curves, strict=False):
+        for number, run in enumerate(runs):
+            points = [
+                (m["epoch"] or 0, m["metrics"][name]) for m in measured if m["run"] == run and name in m["metrics"]
+            ]
+            style = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
+            at.plot(*(zip(*points, strict=True) if points else ([], [])), **style, markersize=3, label=verbatim(run))
+        at.axhline({"judge": 1, "own": 1, "edge": 0}.get(name, np.nan), color="0.6", linewidth=1, linestyle="--")
+        at.set_title(name, fontsize=9)
+        at.set_xlabel("epoch", fontsize=8)
+        at.tick_params(labelsize=7)
+        at.grid(color="0.92")
+        at.spines[["top", "right"]].set_visible(False)
+    axes[-1, 0].legend(frameon=False, fontsize=7)
+    for at in axes.flat:
+        if not at.lines and not at.images:
+            at.set_axis_off()
     return figure
 
 

@@ -1,16 +1,25 @@
-"""A moment of a pretraining run: the networks of a checkpoint, and what they do to images."""
+"""A moment of a pretraining run: the networks of a checkpoint, what they do to images, and which images to show."""
 
+import os
+from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from PIL import Image
+from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from masking import Masking, MaskSettings
 from models_mae import MaskedAutoencoderViT
 from models_vit import mae_of
 from util import checkpoint as ckpt
-from util.cli import UserError
-from util.plots.style import verbatim
+from util.arguments import DEFAULT_DATA_PATH
+from util.cli import UserError, logger
+from util.data.decode import MODES, open_image, to_mode
+from util.data.sources import ImageList, Source, build_source, find_split
+from util.datasets import build_eval_transform
+from util.misc import generator
+from util.plots.style import short_names, verbatim
 
 
 @dataclass
@@ -96,3 +105,81 @@ def evenly(items: list, most: int) -> list:
     if most == 1:
         return items[-1:]
     return [items[(len(items) - 1) * i // (most - 1)] for i in range(most)]
+
+
+# --- Which runs, which images ---
+
+
+def name_runs(args: Namespace) -> None:
+    """Settle `args.names`, one for each of `args.runs`: by default those of their folders."""
+    if missing := [path for path in args.runs if not Path(path).exists()]:
+        raise UserError(f"there is no checkpoint or folder {missing[0]}")
+    if args.names is None:
+        folders = [Path(os.path.abspath(path if Path(path).is_dir() else Path(path).parent)) for path in args.runs]
+        distinct = list(dict.fromkeys(folders))
+        names = dict(zip(distinct, short_names(distinct), strict=True))
+        args.names = [names[folder] for folder in folders]
+    if len(args.names) != len(args.runs):
+        raise UserError(f"--names has {len(args.names)} names for {len(args.runs)} runs; give one for each")
+
+
+def checkpoints_by_run(args: Namespace) -> dict[str, list[Path]]:
+    """The checkpoints of `args.runs` by name; those under one name are of one run."""
+    runs: dict[str, list[Path]] = {}
+    for name, path in zip(args.names, args.runs, strict=True):
+        runs.setdefault(name, []).extend(snapshots_of(Path(path)))
+    return runs
+
+
+def open_source(args: Namespace, snapshot: Snapshot) -> Source:
+    """`--images`, or a data set: its held-out images if there are any."""
+    if args.images:
+        return ImageList([(path, 0) for given in args.images for path in image_files(Path(given))], classes=[])
+    args.input_size, args.in_chans = list(snapshot.model.img_size), snapshot.model.in_chans
+    if args.data_set == "folder":
+        path = Path(args.data_path or DEFAULT_DATA_PATH)
+        if path == Path(DEFAULT_DATA_PATH) and not path.is_dir():
+            raise UserError("which images? Give --images FILE ..., --data_path FOLDER or --data_set shapes")
+        unseen = args.split is not None or find_split(path, "val") is not None
+    else:
+        unseen = True
+    return build_source(args, "val" if unseen else "train")
+
+
+def image_files(path: Path) -> list[str]:
+    """A file itself, or all image files in a folder and below."""
+    if path.is_dir():
+        files = sorted(str(file) for file in path.rglob("*") if file.suffix.lower() in IMG_EXTENSIONS)
+        if not files:
+            raise UserError(f"--images {path}: no image files in this folder")
+        return files
+    if not path.exists():
+        raise UserError(f"--images {path}: no such file or folder")
+    return [str(path)]
+
+
+def read_images(source: Source, most: int, seed: int) -> list[Image.Image]:
+    """At most `most` images, drawn from the source; unreadable ones are left out and named."""
+    indices = torch.randperm(len(source), generator=generator("pictures", seed))[:most].sort().values.tolist()
+    images = [image for index in indices if (image := read_or_report(source, index)) is not None]
+    if not images:
+        raise UserError("none of the images can be read")
+    return images
+
+
+def read_or_report(source: Source, index: int) -> Image.Image | None:
+    try:
+        data = source.read(index)
+        image = open_image(data) if isinstance(data, bytes) else data
+        image.load()
+        return image
+    except Exception as error:  # on damaged files, decoders raise almost anything
+        logger.warning("unreadable image, left out: %s (%s)", source.name(index), error)
+        return None
+
+
+def as_input(images: list[Image.Image], snapshot: Snapshot, device: torch.device) -> torch.Tensor:
+    """Images [N, C, H, W] as the snapshot's networks take them."""
+    in_chans = snapshot.model.in_chans
+    transform = build_eval_transform(Namespace(input_size=list(snapshot.model.img_size), in_chans=in_chans))
+    return torch.stack([transform(to_mode(image, MODES[in_chans])) for image in images]).to(device)

@@ -94,7 +94,7 @@ class ClusterJob:
 
     def __call__(self) -> None:
         environment = submitit.JobEnvironment()
-        setup_logging()
+        setup_logging(timestamps=True)
         join_processes(environment)
         try:
             importlib.import_module(self.program).main(self.own_args(environment.job_id))

@@ -1,0 +1,215 @@
+"""Measure what masks are like: those of finished runs over their checkpoints, or anyone's.
+
+A run at five checkpoints, with an autoencoder that never saw the masks as the judge of their difficulty:
+    python main_masks.py runs/clmae runs/predictive --judge runs/mae
+
+Masks from elsewhere, as an .npz with `images` (file names) and `mask` [N, L] or [N, h, w] (0 is keep, 1 is remove):
+    python main_masks.py masks.npz --judge runs/mae
+
+Writes a table, masks.json and masks.png (how often each position is visible, and curves over training). The columns are
+explained in util/evaluation/forensics.py; lines below the table say what to look into.
+"""
+
+from argparse import Namespace
+
+from util.arguments import add_image_arguments
+from util.cli import ArgumentParser, UserError, answer_early, count, logger, run, seed_number
+
+
+def get_args_parser() -> ArgumentParser:
+    parser = ArgumentParser("main_masks.py", description=__doc__.split("\n")[0])
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="runs' folders, checkpoints, or .npz files of masks")
+    parser.add_argument("--names", nargs="+", help="names of the runs; default: those of their folders")
+    parser.add_argument("--judge", help="run or checkpoint of a vanilla MAE on the same data; measures difficulty")
+    parser.add_argument("--moments", default=5, type=count, help="checkpoints of each run, evenly spread; 1: the last")
+    add_image_arguments(parser, number="1000")
+    parser.add_argument("--output_dir", default="./masks", help="masks.json and masks.png; '' writes nothing")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--seed", default=0, type=seed_number, help="of the choice of images, and of random masks")
+    return parser
+
+
+answer_early(__name__, get_args_parser)
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from masking import hashed_uniform, mask_health
+from models_mae import MaskedAutoencoderViT
+from util.checkpoint import write_text
+from util.data.sources import ImageList
+from util.evaluation.forensics import BLOCK, difficulty, edge_contrast, edge_scores, mirror_correlation, verdicts
+from util.evaluation.tables import show_table
+from util.misc import pick_device
+from util.plots.masks import forensics_figure
+from util.plots.snapshot import (
+    Snapshot,
+    as_input,
+    checkpoints_by_run,
+    evenly,
+    load_snapshot,
+    name_runs,
+    open_source,
+    read_images,
+)
+from util.plots.style import save_figure
+
+COLUMNS = ("visible", "distinct", "hamming", "place", "unseen", "mirror", "edge", "own", "judge")
+
+
+@dataclass
+class Measured:
+    """The masks of one moment of a run: metrics by name, and how often each position [h, w] is visible."""
+
+    run: str
+    epoch: int | None  # complete epochs; None where there is no run
+    lambda_cl: float | None
+    metrics: dict[str, float]
+    look: list[str]  # what to look into
+    positions: list[list[float]]
+
+
+def measure(
+    name: str,
+    mask: torch.Tensor,
+    imgs: torch.Tensor,
+    judge: Snapshot | None,
+    args: Namespace,
+    snapshot: Snapshot | None = None,
+) -> Measured:
+    """Masks [N, L] of normalised images [N, C, H, W]; of a run's `snapshot`, or of unknown origin."""
+    values, grid = None, grid_of(mask, imgs)
+    noise = hashed_uniform(torch.arange(len(imgs), device=imgs.device), args.seed, mask.shape[1])
+    if snapshot is not None:
+        values = module_values(snapshot, imgs)
+    keep_prob = None if snapshot is None else snapshot.masking.keep_prob(values)
+    metrics = {key: value.item() for key, value in mask_health(mask, keep_prob).items()}
+    metrics["edge"] = edge_contrast(edge_scores(imgs, imgs.shape[-1] // grid[1]), mask).item()
+    if snapshot is not None:
+        metrics["own"] = difficulty(snapshot.model, imgs, mask, noise)
+        if values is not None:
+            mirrored = module_values(snapshot, imgs.flip(-1))
+            metrics["mirror"] = mirror_correlation(values, mirrored, grid).item()
+    if judge is not None:
+        metrics["judge"] = difficulty(judge.model, imgs, mask, noise)
+    weight = None if snapshot is None else snapshot.lambda_cl
+    target = None if snapshot is None else 1 - snapshot.masking.settings.ratio(snapshot.epoch or 0)
+    epoch = None if snapshot is None or snapshot.epoch is None else snapshot.epoch + 1
+    positions = (1 - mask).mean(dim=0).reshape(grid).tolist()
+    return Measured(name, epoch, weight, metrics, verdicts(metrics, target, weight), positions)
+
+
+def grid_of(mask: torch.Tensor, imgs: torch.Tensor) -> tuple[int, int]:
+    """Rows and columns of square patches that fit masks [N, L] and images [N, C, H, W]."""
+    (height, width), number = imgs.shape[-2:], mask.shape[1]
+    for columns in range(1, number + 1):
+        if number % columns == 0 and width % columns == 0 and (number // columns) * (width // columns) == height:
+            return number // columns, columns
+    raise UserError(f"masks of {number} patches do not fit images of {height} x {width} pixels in square patches")
+
+
+@torch.no_grad()
+def module_values(snapshot: Snapshot, imgs: torch.Tensor) -> torch.Tensor | None:
+    if snapshot.masking.module is None:
+        return None
+    return torch.cat([snapshot.masking.values(part) for part in imgs.split(BLOCK)])
+
+
+def measure_run(name: str, paths: list[Path], judge: Snapshot | None, args: Namespace) -> list[Measured]:
+    device, found = pick_device(args.device), []
+    for path in evenly(paths, args.moments):
+        snapshot = load_snapshot(path, name, device=device)
+        if judge is not None and snapshot.model.img_size != judge.model.img_size:
+            raise UserError(f"{path} and --judge {args.judge} were trained on images of different sizes")
+        images = read_images(open_source(args, snapshot), args.num_images or 1000, args.seed)
+        imgs = as_input(images, snapshot, device)
+        mask = torch.cat([snapshot.mask(part, args.seed + at).mask for at, part in enumerate(imgs.split(BLOCK))])
+        found.append(measure(name, mask, imgs, judge, args, snapshot))
+    return found
+
+
+def measure_file(name: str, path: Path, judge: Snapshot | None, args: Namespace) -> Measured:
+    """Masks from an .npz. Image names may be relative to the file, or to --data_path."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            names, mask = file["images"].tolist(), torch.from_numpy(file["mask"].astype(np.float32)).flatten(1)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{path} is not an .npz with `images` and `mask`: {error}") from None
+    if len(names) != len(mask) or not bool(((mask == 0) | (mask == 1)).all()):
+        raise UserError(f"{path}: `mask` needs a row of zeros (keep) and ones (remove) for each of {len(names)} images")
+    if judge is None:
+        raise UserError(f"{path}: masks without a run need --judge RUN, which also tells the size of the images")
+    roots = [Path(), path.parent, Path(args.data_path)]
+    files = [next((root / each for root in roots if (root / each).is_file()), None) for each in names]
+    if None in files:
+        raise UserError(f"{path} names {names[files.index(None)]}, which is neither beside it nor in --data_path")
+    images = read_images(ImageList([(str(file), 0) for file in files], classes=[]), len(files), args.seed)
+    if len(images) != len(files):
+        raise UserError(f"{path}: some of its images cannot be read")
+    return measure(name, mask, as_input(images, judge, pick_device(args.device)), judge, args)
+
+
+def load_judge(args: Namespace) -> Snapshot | None:
+    if args.judge is None:
+        return None
+    path = Path(args.judge)
+    if not path.exists():
+        raise UserError(f"--judge: there is no checkpoint or folder {path}")
+    judge = load_snapshot(checkpoints_by_run(Namespace(names=["judge"], runs=[args.judge]))["judge"][-1], "judge")
+    if judge.masking.learned is not None:
+        raise UserError(f"--judge {path} was trained with a masking module; give a run of --masking random")
+    assert isinstance(judge.model, MaskedAutoencoderViT)
+    return judge
+
+
+def main(args: Namespace) -> None:
+    name_runs(args)
+    judge = load_judge(args)
+    found: list[Measured] = []
+    files = {name: Path(path) for name, path in zip(args.names, args.runs, strict=True) if Path(path).suffix == ".npz"}
+    for name, path in files.items():
+        found.append(measure_file(name, path, judge, args))
+    trained = [(name, path) for name, path in zip(args.names, args.runs, strict=True) if Path(path).suffix != ".npz"]
+    runs = checkpoints_by_run(Namespace(names=[name for name, _ in trained], runs=[path for _, path in trained]))
+    for name, paths in runs.items():
+        found += measure_run(name, paths, judge, args)
+    report(found)
+    if args.output_dir:
+        write(found, Path(args.output_dir))
+
+
+def report(found: list[Measured]) -> None:
+    columns = [name for name in COLUMNS if any(name in each.metrics for each in found)]
+    rows = [
+        [
+            each.run,
+            "-" if each.epoch is None else str(each.epoch),
+            "-" if each.lambda_cl is None else f"{each.lambda_cl:+.2f}",
+            *(f"{each.metrics[name]:.3f}" if name in each.metrics else "-" for name in columns),
+            "look" if each.look else "ok",
+        ]
+        for each in found
+    ]
+    show_table("masks", ["run", "epoch", "lambda_CL", *columns, "verdict"], rows)
+    for each in found:
+        moment = "" if each.epoch is None else f", epoch {each.epoch}"
+        for sentence in each.look:
+            logger.info("look: %s%s: %s", each.run, moment, sentence)
+
+
+def write(found: list[Measured], folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / "masks.json", json.dumps([asdict(each) for each in found], indent=1) + "\n")
+        save_figure(forensics_figure([asdict(each) for each in found]), folder / "masks", ["png"])
+    except OSError as error:
+        raise UserError(f"--output_dir {folder} cannot be written: {error.strerror}") from None
+    logger.info("%s, %s", folder / "masks.json", folder / "masks.png")
+
+
+if __name__ == "__main__":
+    run(main, get_args_parser())

@@ -1,0 +1,87 @@
+"""What masks are like: do they follow the image or the position, hide detail, make the task easier or harder?
+
+Masks: 0 is keep, 1 is remove. N images, L patches.
+
+visible     share of visible patches; the run's ratio says how many there should be
+distinct    share of masks that differ from all before them; 1 / N is mode collapse
+hamming     share of patches in which two masks differ, mean over pairs of images
+place       share of the masks' variance that the position alone explains: 0 for random masks, 1 for one mask for all
+unseen      share of positions that no image shows
+mirror      correlation of a masking module's values with those of the mirrored image, turned back: 1 if they follow the
+            content, 0 if they do not
+edge        mean edge energy (z-score within the image) of hidden minus visible patches: below 0 detail is shown, above
+            0 it is hidden
+own, judge  error on hidden patches over that on random masks of the same ratio, for the run's own autoencoder and for
+            one that never saw these masks: below 1 for a partner, above 1 for an adversary
+"""
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+
+from models_mae import Autoencoder
+
+BLOCK = 250  # images at once
+
+
+def edge_scores(imgs: torch.Tensor, patch_size: int) -> torch.Tensor:
+    """Logarithm of each patch's mean absolute gradient, standardised within the image: [N, L]."""
+    across = F.pad(imgs.diff(dim=-1).abs().mean(dim=1), (0, 1))
+    down = F.pad(imgs.diff(dim=-2).abs().mean(dim=1), (0, 0, 0, 1))
+    energy = F.avg_pool2d((across + down)[:, None], patch_size).flatten(1)
+    energy = (energy + 1e-3).log()
+    return (energy - energy.mean(dim=1, keepdim=True)) / (energy.std(dim=1, keepdim=True) + 1e-5)
+
+
+def edge_contrast(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Mean score of hidden minus that of visible patches, all [N, L]."""
+    hidden, shown = mask.sum().clamp(min=1), (1 - mask).sum().clamp(min=1)
+    return (scores * mask).sum() / hidden - (scores * (1 - mask)).sum() / shown
+
+
+def mirror_correlation(values: torch.Tensor, mirrored: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
+    """Of values [N, L] with those of the mirrored images, turned back."""
+    turned = mirrored.unflatten(1, grid).flip(-1).flatten()
+    return torch.corrcoef(torch.stack([values.flatten(), turned]))[0, 1].nan_to_num()
+
+
+@torch.no_grad()
+def hidden_error(model: Autoencoder, imgs: torch.Tensor, visible: torch.Tensor) -> float:
+    """Mean error over all patches [N, L] that are not visible."""
+    total = hidden = 0.0
+    for part, shown in zip(imgs.split(BLOCK), visible.split(BLOCK), strict=True):
+        _, pred, mask = model(part, visible=shown)
+        total += (model.patch_error(part, pred) * mask).sum().item()
+        hidden += mask.sum().item()
+    return total / max(hidden, 1)
+
+
+def difficulty(model: Autoencoder, imgs: torch.Tensor, mask: torch.Tensor, noise: torch.Tensor) -> float:
+    """Error on what `mask` [N, L] hides over that on random masks, drawn by `noise` [N, L], of the same mean ratio."""
+    kept = round((1 - mask).sum(dim=1).mean().item())
+    random = noise.argsort(dim=1).argsort(dim=1) < kept
+    return hidden_error(model, imgs, mask == 0) / hidden_error(model, imgs, random)
+
+
+def verdicts(metrics: Mapping[str, float], target: float | None, weight: float | None) -> list[str]:
+    """What to look into, one sentence each; none if all is well. `target` is the visible share aimed at, `weight` is
+    lambda_CL, where masks follow it."""
+    found = []
+    if target is not None and abs(metrics["visible"] - target) > 0.03:
+        found.append(f"visible {metrics['visible']:.2f} misses the target {target:.2f}: raise --lambda_kl")
+    if metrics["distinct"] < 0.5:
+        found.append(f"distinct {metrics['distinct']:.2f}: images share masks; raise --lambda_div")
+    if metrics["place"] > 0.1:
+        found.append(f"place {metrics['place']:.2f}: masks depend more on position than on content; raise --lambda_pos")
+    if metrics["unseen"] > 0.1:
+        found.append(f"unseen {metrics['unseen']:.2f}: positions that are never shown; raise --lambda_pos")
+    for name in ("judge", "own"):
+        if name in metrics and weight is not None:
+            hard = metrics[name]
+            if weight > 0.2 and hard > 1.01:
+                found.append(f"{name} {hard:.2f} at lambda_CL {weight:.2f}: not a partner yet; train the module longer")
+            if weight < -0.2 and hard < 0.99:
+                found.append(f"{name} {hard:.2f} at lambda_CL {weight:.2f}: not an adversary; lower --lambda_cl_end")
+            break
+    return found
