@@ -19,11 +19,11 @@ from PIL import Image
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from util.arguments import add_data_arguments, check_at_least, check_data_args
-from util.cli import ArgumentParser, UserError, logger, run
+from util.cli import ArgumentParser, UserError, file_name, logger, run
 from util.data.decode import MODES, to_mode
 from util.data.sources import ImageList, build_source, describe, find_split
 from util.datasets import build_eval_transform
-from util.misc import file_name, generator, pick_device
+from util.misc import generator, pick_device
 from util.plots.curves import curve_figure, read_log
 from util.plots.masks import Block, animation, diversity_figure, draw_block, masks_figure, positions_figure
 from util.plots.snapshot import Snapshot, evenly, load_snapshot, snapshots_of

@@ -74,7 +74,7 @@ def test_runs_are_judged_side_by_side(cli, program, tmp_path):
     runs = (tmp_path / "curriculum", tmp_path / "random")
     code, out, err = program(judge_masks, *runs, "--judge", tmp_path / "random", "--moments", 2, *data)
     assert (code, err) == (0, "")
-    rows = [line.split() for line in out.splitlines()[2:]]
+    rows = [line.split() for line in out.splitlines()[3:]]  # below title, header and rule
     assert [row[:3] for row in rows] == [
         ["curriculum", "1", "+0.45"],
         ["curriculum", "2", "-0.10"],

@@ -16,11 +16,11 @@ from util.arguments import (
     add_result_arguments,
     check_shared_args,
 )
-from util.cli import ArgumentParser, UserError, logger
+from util.cli import ArgumentParser, UserError, file_name, logger
 from util.data.sources import image_names
 from util.datasets import ImageDataset, build_eval_dataset
 from util.evaluation.features import FeatureCache, FeatureSet, extract_features, file_hash, fingerprint
-from util.misc import amp_dtype, file_name, init_distributed_mode, precision
+from util.misc import amp_dtype, init_distributed_mode, precision
 
 
 def add_evaluation_arguments(parser: ArgumentParser) -> None:
