@@ -1,9 +1,9 @@
-"""Judge a frozen encoder by a softmax layer that is trained on few labelled images per class.
+"""Evaluate a frozen encoder by a softmax layer trained on few labelled images per class.
 
     python main_fewshot.py --finetune runs/clmae/checkpoint-399.pth --data_path data/aid --split 0.5 \
         --shots 1 2 4 8 16 --runs 3 --output_dir eval/clmae
 
-On a machine with no GPU and no images, with random weights as the floor:
+A random-weight baseline, on a machine with no GPU and no images:
     python main_fewshot.py --model vit_micro_patch4 --data_set shapes --num_workers 2 --output_dir eval/floor
 """
 
@@ -20,14 +20,14 @@ from util.cli import ArgumentParser, UserError, run, tracked
 from util.data.sources import labels_of
 from util.evaluation.features import FeatureSet
 from util.evaluation.metrics import summary
-from util.evaluation.results import Outcome, Report, say_if_few_classes
+from util.evaluation.results import FEW_SHOT, Outcome, Report, say_if_few_classes
 from util.evaluation.subject import Subject, add_evaluation_arguments, open_subject
 from util.evaluation.tables import show_table, shown
 from util.misc import generator
 
 
 def get_args_parser() -> ArgumentParser:
-    parser = ArgumentParser("main_fewshot.py", description=__doc__.split("\n")[0])
+    parser = ArgumentParser("main_fewshot.py", description=str(__doc__).split("\n")[0])
     few = parser.add_argument_group("few shots")
     few.add_argument("--shots", default=[1, 2, 4, 8, 16], type=int, nargs="+", help="training images per class")
     few.add_argument("--runs", default=3, type=int, help="draws, with seeds seed, seed + 1, ...; gives a deviation")
@@ -113,25 +113,25 @@ def main(args: Namespace) -> None:
     check_args(args)
     subject = open_subject(args)
     check_enough(labels_of(subject.datasets["train"].source), subject.classes, args)  # now, rather than after the work
-    report = Report(subject, "fewshot")
+    report = Report(subject, FEW_SHOT)
     train, test = subject.features("train"), subject.features("val")
     check_enough(train.labels, subject.classes, args)  # of the readable images
     seeds = [args.seed + i for i in range(args.runs)]
     draws = [draw(train.labels, subject.classes, max(args.shots), seed) for seed in seeds]
     top5 = evaluate(train, test, draws, args.shots, l2=args.l2, device=subject.device)
 
-    figures = {str(shots): summary(each, test.labels) for shots, each in zip(args.shots, top5, strict=True)}
+    metrics = {str(shots): summary(each, test.labels) for shots, each in zip(args.shots, top5, strict=True)}
     say_if_few_classes(len(subject.classes))
     show_table(
         f"few-shot linear probing on {subject.data_name}, seeds {', '.join(map(str, seeds))}",
         ["shots", "Acc@1", "Acc@5"],
-        [[shots, shown(values, "acc1"), shown(values, "acc5")] for shots, values in figures.items()],
+        [[shots, shown(values, "acc1"), shown(values, "acc5")] for shots, values in metrics.items()],
     )
-    for shots, values in figures.items():
+    for shots, values in metrics.items():
         for name in ("acc1", "acc5"):
             report.scalar(name, values[name], int(shots))
     settings = {"l2": args.l2, "allow_fewer": args.allow_fewer}
-    path = report.write(Outcome(test, top5, seeds, settings, len(train), {"shots": figures}))
+    path = report.write(Outcome(test, top5, seeds, settings, len(train), {"shots": metrics}))
     if path:
         save_draws(subject, train, draws, seeds, path.with_suffix(".draws.json"))
 

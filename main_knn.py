@@ -1,11 +1,11 @@
-"""Judge a frozen encoder by its nearest neighbours: an image gets the label of the training image most like it.
+"""Evaluate a frozen encoder by nearest neighbour: an image gets the label of the most similar training image.
 
     python main_knn.py --finetune runs/clmae/checkpoint-399.pth --data_path /data/imagenet --output_dir eval/clmae
 
-Many processes, with one or more GPUs each, share the work:
+Several processes share the work:
     torchrun --nproc_per_node=8 main_knn.py --finetune runs/clmae/checkpoint-399.pth --data_path /data/imagenet
 
-On a machine with no GPU and no images, with random weights as the floor:
+A random-weight baseline, on a machine with no GPU and no images:
     python main_knn.py --model vit_micro_patch4 --data_set shapes --num_workers 2 --output_dir eval/floor
 """
 
@@ -16,9 +16,9 @@ import torch
 from util.arguments import check_at_least
 from util.cli import ArgumentParser, UserError, logger, run
 from util.evaluation.features import FeatureSet
-from util.evaluation.metrics import TOP, summary
+from util.evaluation.metrics import summary
 from util.evaluation.neighbours import inverse_distance, nearest_neighbours, vote
-from util.evaluation.results import Outcome, Report
+from util.evaluation.results import TOP, Outcome, Report
 from util.evaluation.subject import add_evaluation_arguments, open_subject
 from util.evaluation.tables import show_table, shown
 
@@ -26,7 +26,7 @@ DEFAULT_K = (1, 5, 10, 20)
 
 
 def get_args_parser() -> ArgumentParser:
-    parser = ArgumentParser("main_knn.py", description=__doc__.split("\n")[0])
+    parser = ArgumentParser("main_knn.py", description=str(__doc__).split("\n")[0])
     knn = parser.add_argument_group("nearest neighbours")
     knn.add_argument("--distance", default="euclidean", choices=["euclidean", "cosine"], help="between features")
     knn.add_argument("--k", default=None, type=int, nargs="+", help="numbers of voting neighbours; default: 1 5 10 20")
@@ -109,11 +109,11 @@ def main(args: Namespace) -> None:
         block_mb=args.block_mb,
     )
 
-    figures = summary(top5, test.labels)
+    metrics = summary(top5, test.labels)
     show_table(
         f"nearest neighbour ({args.distance}) on {subject.data_name}",
         ["Acc@1", "Acc@5"],
-        [[shown(figures, "acc1"), shown(figures, "acc5")]],
+        [[shown(metrics, "acc1"), shown(metrics, "acc5")]],
     )
     if len(subject.classes) < TOP:
         logger.info(
@@ -124,8 +124,8 @@ def main(args: Namespace) -> None:
         ["k", "majority", "weighted"],
         [[k, f"{acc['majority']:.2f}", f"{acc['weighted']:.2f}"] for k, acc in votes.items()],
     )
-    report.scalar("acc1", figures["acc1"], 0)
-    report.scalar("acc5", figures["acc5"], 0)
+    report.scalar("acc1", metrics["acc1"], 0)
+    report.scalar("acc5", metrics["acc5"], 0)
     for k, acc in votes.items():
         for name, value in acc.items():
             report.scalar(name, value, int(k))

@@ -13,7 +13,7 @@ Many masks at once, how often each position is visible, curves over training fro
 from argparse import Namespace
 
 from util.arguments import add_image_arguments
-from util.cli import ArgumentParser, UserError, answer_early, count, logger, run, seed_number
+from util.cli import ArgumentParser, UserError, answer_early, count, file_name, logger, run, seed_number
 
 
 def get_args_parser() -> ArgumentParser:
@@ -58,7 +58,7 @@ from pathlib import Path
 from PIL import Image
 
 from util.data.sources import Source
-from util.misc import file_name, pick_device
+from util.misc import pick_device
 from util.plots.curves import curve_figure
 from util.plots.masks import Block, animation, diversity_figure, draw_block, masks_figure, positions_figure
 from util.plots.snapshot import (

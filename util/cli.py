@@ -8,6 +8,7 @@ import logging
 import math
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import time
@@ -118,6 +119,16 @@ probability = number(at_least=0, at_most=1)
 count = number(int, at_least=1)
 count_or_zero = number(int, at_least=0)
 seed_number = number(int, at_least=0)
+
+
+def file_name(name: str) -> str:
+    """A name, such as a data set's, as part of a file name."""
+    return re.sub(r"[^\w.-]+", "_", name)
+
+
+def plain(text: str) -> str:
+    """One line without control characters, or bytes that UTF-8 cannot hold."""
+    return "".join(character if character.isprintable() else " " for character in text)
 
 
 def answer_early(name: str, get_args_parser: Callable[[], argparse.ArgumentParser]) -> None:

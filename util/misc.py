@@ -6,7 +6,6 @@ import hashlib
 import os
 import platform
 import random
-import re
 import signal
 import subprocess
 from collections.abc import Iterable
@@ -48,11 +47,6 @@ def seed_globals(*keys: int | str) -> None:
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():  # not so in loader processes
         torch.cuda.manual_seed_all(seed)
-
-
-def file_name(name: str) -> str:
-    """A name, such as a data set's, as part of a file's name."""
-    return re.sub(r"[^\w.-]+", "_", name)
 
 
 def pick_device(name: str | None) -> torch.device:

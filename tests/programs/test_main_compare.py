@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -15,10 +16,11 @@ from PIL import Image
 from scipy.stats import binom
 
 import main_compare
-from main_compare import few_shot_figure
-from util.evaluation.compare import Row, mcnemar
-from util.evaluation.results import Score
-from util.evaluation.tables import gain_cells, p_value
+from util.cli import logger
+from util.evaluation.compare import Comparison, Gain, mcnemar
+from util.evaluation.results import FEW_SHOT, Score, read_predictions, read_results
+from util.evaluation.tables import gain_and_p, p_value, show_table, tallies
+from util.plots.curves import few_shot_figure
 
 ROOT = Path(__file__).parents[2]
 N = 100
@@ -38,13 +40,13 @@ def right(start, stop):
     return (np.arange(N)[None] >= start) & (np.arange(N)[None] < stop)
 
 
-def figures(correct, correct5):
+def accuracies(correct, correct5):
     """Accuracies of bool [R, N], as the evaluations write them."""
-    accuracies = 100 * correct.mean(axis=1), 100 * correct5.mean(axis=1)
+    percents = 100 * correct.mean(axis=1), 100 * correct5.mean(axis=1)
     several = len(correct) > 1
     return {
-        **{f"acc{k}": values.mean() for k, values in zip((1, 5), accuracies, strict=True)},
-        **{f"acc{k}_std": values.std() if several else None for k, values in zip((1, 5), accuracies, strict=True)},
+        **{f"acc{k}": values.mean() for k, values in zip((1, 5), percents, strict=True)},
+        **{f"acc{k}_std": values.std() if several else None for k, values in zip((1, 5), percents, strict=True)},
     }
 
 
@@ -54,12 +56,12 @@ def add_result(folder, correct, correct5=None, protocol="knn", data="cifar10", i
     correct5 = right(0, 80) if correct5 is None else correct5
     name = f"{protocol}-{data}-0.npz".replace("/", "_")
     if protocol == "fewshot":
-        by_shots = {shots: figures(hits, hits) for shots, hits in correct.items()}
+        by_shots = {shots: accuracies(hits, hits) for shots, hits in correct.items()}
         line = {**by_shots[max(by_shots)], "shots": {str(shots): values for shots, values in by_shots.items()}}
         hits = np.stack(list(correct.values()))
         arrays = {"correct": hits, "correct5": hits, "shots": np.array(list(correct))}
     else:
-        line, arrays = figures(correct, correct5), {"correct": correct, "correct5": correct5}
+        line, arrays = accuracies(correct, correct5), {"correct": correct, "correct5": correct5}
     seeds = np.arange(arrays["correct"].shape[-2])
     np.savez(folder / name, **{"images": images, "labels": labels, "seeds": seeds, **arrays})
     line |= {"protocol": protocol, "data": data, "predictions": name, "classes": 10, "runs": len(seeds)}
@@ -119,8 +121,7 @@ def test_p_values_are_short_and_never_say_zero():
 
 
 def test_a_loss_too_small_to_show_is_no_minus_zero():
-    score = Score((50.0, 80.0), (None, None), gain=(-0.001, 0.5), p=(0.9, 0.5), agreed=(True, True))
-    assert [cell.number for cell in gain_cells(score, 0)] == ["+0.00", "0.900"]
+    assert [cell.number for cell in gain_and_p(Gain(-0.001, 0.9, True))] == ["+0.00", "0.900"]
 
 
 def test_every_flag_has_a_help_text():
@@ -309,9 +310,7 @@ def test_few_shot_curves_as_png_and_pdf(cli, few_shot):
 
 
 def test_curve_shows_means_deviations_and_names():
-    scores = [Score((20.0, 50.0), (2.0, 1.0)), Score((30.0, 60.0), (None, None))]
-    rows = [Row("fewshot", "a", shots, [], [score, None]) for shots, score in zip((1, 16), scores, strict=True)]
-    (axes,) = few_shot_figure("a$b$", rows, ["_mae", "clmae"]).axes
+    (axes,) = few_shot_figure("a$b$", {"_mae": [(1, 20.0, 2.0), (16, 30.0, None)], "clmae": []}).axes
     (bars,) = axes.containers
     assert bars.lines[0].get_ydata().tolist() == [20, 30]
     low, high = bars.lines[2][0].get_segments()[0][:, 1]
@@ -379,7 +378,7 @@ def test_damaged_lines_are_named_and_left_out(cli, pair):
     code, out, err = cli(mae, clmae)
     assert code == 0
     assert [line.split(": ")[2] for line in err.splitlines()] == [
-        f"line {number} is damaged and left out" for number in (1, 2, 5, 6)
+        f"line {number} is damaged and skipped" for number in (1, 2, 5, 6)
     ]
     assert str(mae / "results.jsonl") in err
     assert "+20.00*" in out
@@ -390,7 +389,7 @@ def test_last_of_several_results_is_used_and_said(cli, pair):
     add_result(mae, right(0, 50), checkpoint="runs/mae/checkpoint-9.pth")
     code, out, err = cli(mae, clmae)
     assert (code, err) == (0, "")
-    assert "nearest neighbour on cifar10 is there 2 times; the last is used (runs/mae/checkpoint-9.pth" in out
+    assert "has 2 results of nearest neighbour on cifar10; using the last (runs/mae/checkpoint-9.pth" in out
     assert "+10.00" in line_with(out, "60.00")
 
 
@@ -402,7 +401,7 @@ def test_settings_that_differ_are_warned_of(cli, tmp_path):
     assert code == 0
     assert err == (
         "WARNING: nearest neighbour on cifar10, mae against clmae: pooling: cls_token against global_pool, "
-        "k: 1 against not set, classes: 10 against 5, distance: not set against cosine; a gain could come from that\n"
+        "k: 1 against not set, classes: 10 against 5, distance: not set against cosine; this could explain a gain\n"
     )
     for name in ("compare.txt", "compare.tex"):
         assert "caution: nearest neighbour on cifar10, mae" in Path("compare", name).read_text(encoding="utf-8")
@@ -439,6 +438,74 @@ def test_special_characters_in_names(cli, tmp_path):
     assert Path("compare/fewshot-my_set_1_.png").exists()
 
 
+def test_hostile_names_break_no_format(cli, tmp_path):
+    """Line breaks, columns, markup, formulas and terminal escapes come from folder names and old files."""
+    for folder, hits, classes in (("a", right(0, 40), 2), ("b", right(0, 60), 3)):
+        add_result(tmp_path / folder, hits, data="=1+1\n| x")
+        add_result(tmp_path / folder, {1: hits}, data="[set]", protocol="fewshot", classes=classes)
+    code, out, err = cli("a", "b", "--names", "@mae\r\n\\input{x}", "-1\033[31m\ud800 `<b>` [c](d)")
+    assert code == 0
+    assert "\033" not in out + err
+    assert "=1+1 | x" in line_with(out, "nearest neighbour", "40.00")
+
+    table, _ = Path("compare/compare.md").read_text(encoding="utf-8").split("### Few-shot")
+    rows = [line for line in table.splitlines() if line.startswith("|")]
+    assert {len(re.findall(r"(?<!\\)\|", line)) for line in rows} == {11}
+    assert r"\`\<b\>\` \[c\](d)" in rows[0]
+
+    tex = Path("compare/compare.tex").read_text(encoding="utf-8")
+    assert r"\textbackslash{}input\{x\}" in tex
+    assert not [line for line in tex.splitlines() if line.startswith(("[", r"\input", "|"))]
+    assert all(r"\input" not in line for line in tex.splitlines() if not line.startswith("%"))
+
+    written = read_csv(Path("compare"))
+    assert {row["data"] for row in written} == {"'=1+1 | x", "[set]"}
+    assert {row["run"][:2] for row in written} == {"'@", "'-"}
+    assert float(written[1]["gain1"]) == 20, "numbers are no text"
+
+
+def test_won_tied_and_lost_cells_are_counted_as_printed(cli, pair, tmp_path):
+    mae, clmae = pair
+    add_result(mae, right(0, 50), right(0, 90), protocol="linprobe")
+    add_result(clmae, right(0, 45), right(0, 91), protocol="linprobe")
+    add_result(mae, right(0, 50), protocol="finetune")  # clmae has none: nothing to count
+    code, out, _ = cli(mae, clmae, "--names", "MAE", "CL-MAE")
+    assert code == 0
+    sentence = "CL-MAE beats MAE in 2 of 4 cells (1 tied, 1 lost)\n"
+    assert sentence in out
+    for name in ("compare.txt", "compare.md", "compare.tex"):
+        assert sentence in Path("compare", name).read_text(encoding="utf-8")
+
+    scores = [Score((50.001, 80.004), (None, None)), Score((50.004, 80.006), (None, None))]
+    rows = [Comparison("knn", "a", None, [], [*scores], [None, None])]
+    assert tallies(rows, ["MAE", "CL-MAE"]) == ["CL-MAE beats MAE in 1 of 2 cells (1 tied, 0 lost)"]
+
+
+def test_tables_without_headings_have_one_line_of_names(caplog, monkeypatch):
+    monkeypatch.setattr(logger, "propagate", True)
+    caplog.set_level("INFO")
+    show_table("votes", ["k", "majority"], [["1", "20.00"], ["10", "9.50"]])
+    assert caplog.messages[-1] == "votes\n k  majority\n────────────\n 1     20.00\n10      9.50"
+
+
+def test_files_of_the_previous_version_are_read_and_compared(cli, tmp_path):
+    before = ROOT / "tests" / "data" / "before"
+    knn, few_shot = read_results(before / "results.jsonl")
+    assert (knn.title, knn.scores) == ("nearest neighbour on shapes", {None: Score((20.0, 60.0), (None, None))})
+    assert knn.settings["distance"] == "euclidean"
+    assert (few_shot.protocol, list(few_shot.scores), few_shot.settings["runs"]) == (FEW_SHOT, [1, 2], 3)
+    assert few_shot.scores[2].acc == pytest.approx((40 / 3, 160 / 3))
+    assert {n: hits.shape for n, hits in read_predictions(few_shot).hits.items()} == {1: (2, 3, 10), 2: (2, 3, 10)}
+    assert len(set(read_predictions(knn).images)) == 10
+
+    shutil.copytree(before, tmp_path / "copy")
+    code, out, err = cli(before, "copy", "--names", "before", "copy")
+    assert (code, err) == (0, "")
+    assert "copy beats before in 0 of 6 cells (6 tied, 0 lost)" in out
+    assert line_with(out, "nearest neighbour").split()[-4:] == ["+0.00", "1.000"] * 2
+    assert Path("compare/fewshot-shapes.png").exists()
+
+
 def test_nothing_is_written_without_an_output_dir(cli, pair, tmp_path):
     before = sorted(tmp_path.rglob("*"))
     assert cli(*pair, "--output_dir", "")[0] == 0
@@ -469,7 +536,7 @@ DAMAGE = {
     "not an npz": (lambda path: path.write_text("hello"), "damaged or incomplete"),
     "pickled": (lambda path: rewrite(path, images=NAMES.astype(object)), "damaged or incomplete"),
     "array missing": (lambda path: rewrite(path, correct5=None), "damaged or incomplete"),
-    "fewer labels": (lambda path: rewrite(path, labels=LABELS[:9]), "shapes do not belong together"),
+    "fewer labels": (lambda path: rewrite(path, labels=LABELS[:9]), "inconsistent shapes"),
     "no seed axis": (lambda path: rewrite(path, correct=right(0, 60)[0], correct5=right(1, 81)[0]), "shapes"),
     "no seeds": (lambda path: rewrite(path, correct=right(0, 60)[:0], correct5=right(0, 60)[:0]), "shapes"),
     "of another run": (lambda path: rewrite(path, correct=right(0, 61)), "its accuracies are not those in results"),
@@ -492,7 +559,7 @@ def test_few_shot_predictions_without_the_shots_of_the_table(cli, few_shot):
     rewrite(few_shot[1] / "fewshot-cifar10-0.npz", shots=np.array([1, 4, 8]))
     code, _, err = cli(*few_shot)
     assert code == 2
-    assert "is not what few-shot on cifar10 was computed from" in err
+    assert "does not belong to few-shot on cifar10" in err
 
 
 BAD = {
@@ -534,3 +601,19 @@ def test_as_a_process_of_its_own(pair, tmp_path):
     assert bad.returncode == 2
     assert bad.stderr.startswith("ERROR: nowhere/results.jsonl")
     assert len(bad.stderr.splitlines()) == 1
+
+
+def test_answers_at_once(pair, few_shot, tmp_path):
+    """torch alone takes seconds to import. Nothing here needs it, and only curves need matplotlib."""
+    command = [sys.executable, "-X", "importtime", str(ROOT / "main_compare.py")]
+
+    def imported(*flags):
+        done = subprocess.run([*command, *flags], cwd=tmp_path, capture_output=True, encoding="utf-8", timeout=120)
+        assert done.returncode == 0, done.stderr
+        return {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
+
+    assert not imported("--help") & {"torch", "matplotlib", "scipy.stats"}
+    assert not imported(*pair, "--output_dir", "") & {"torch", "matplotlib"}
+    drawn = imported(*few_shot)
+    assert "matplotlib" in drawn
+    assert "torch" not in drawn

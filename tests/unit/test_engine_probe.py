@@ -19,7 +19,7 @@ from engine_probe import (
     train_one_epoch,
 )
 from util.evaluation.features import FeatureSet
-from util.evaluation.metrics import accuracies, summary, top_classes
+from util.evaluation.metrics import accuracies, top_classes
 from util.lars import LARS
 from util.lr_sched import learning_rate
 
@@ -144,23 +144,6 @@ def test_few_shot_layer_survives_constant_features_and_one_class():
     head = fit_softmax(features, torch.tensor([0, 1, 0, 1]), 2, 1.0, "cpu")
     assert head.weight.isfinite().all()
     assert (predict(fit_softmax(features, torch.zeros(4).long(), 1, 1.0, "cpu"), features)[..., 0] == 0).all()
-
-
-def test_top_classes_of_few_classes_are_filled_up():
-    assert top_classes(torch.tensor([[0.1, 0.9, 0.5]])).tolist() == [[1, 2, 0, -1, -1]]
-    assert top_classes(torch.arange(8.0)[None]).tolist() == [[7, 6, 5, 4, 3]]
-
-
-def test_summary_of_runs():
-    labels = torch.tensor([0, 1, 2, 3])
-    right = torch.tensor([[0, 1, 2, 3, 4], [1, 0, 2, 3, 4], [2, 0, 1, 3, 4], [3, 0, 1, 2, 4]])
-    one_wrong = right.clone()
-    one_wrong[0] = torch.tensor([4, 0, 1, 2, 3])
-    figures = summary(torch.stack([right, one_wrong, right]), labels)
-    assert figures["acc1"] == pytest.approx((100 + 75 + 100) / 3)
-    assert figures["acc1_std"] == pytest.approx(np.std([100, 75, 100], ddof=1))
-    assert (figures["acc5"], figures["acc5_std"]) == (100, 0)
-    assert summary(right[None], labels)["acc1_std"] is None
 
 
 def test_numbers_next_to_zero_are_zero_while_heads_are_trained_and_not_afterwards():

@@ -1,29 +1,22 @@
+import numpy as np
 import pytest
 import torch
 
-from masking import mask_health
+from util.evaluation.metrics import summary, top_classes
 
 
-def test_mask_health_of_hand_made_masks():
-    mask = torch.tensor([[1.0, 1, 0, 0], [1, 1, 1, 0], [1, 1, 0, 0]])  # 0 is keep, 1 is remove
-    keep_prob = torch.tensor([[0.05, 0.08, 0.95, 0.6], [0.0, 0.3, 0.2, 1.0], [0.5, 0.4, 0.91, 0.92]])
-    health = {name: value.item() for name, value in mask_health(mask, keep_prob).items()}
-    assert health["visible"] == pytest.approx((0.5 + 0.25 + 0.5) / 3)
-    assert health["visible_std"] == pytest.approx(torch.tensor([0.5, 0.25, 0.5]).std(correction=0).item())
-    assert health["distinct"] == pytest.approx(2 / 3)
-    assert health["hamming"] == pytest.approx((0.25 + 0.0 + 0.25) / 3)
-    assert health["unseen"] == pytest.approx(2 / 4)
-    assert health["decisive"] == pytest.approx(7 / 12)
+def test_top_classes_of_few_classes_are_filled_up():
+    assert top_classes(torch.tensor([[0.1, 0.9, 0.5]])).tolist() == [[1, 2, 0, -1, -1]]
+    assert top_classes(torch.arange(8.0)[None]).tolist() == [[7, 6, 5, 4, 3]]
 
 
-def test_mask_health_counts_distinct_masks_as_unique_does():
-    mask = (torch.rand(64, 4) < 0.5).float()
-    assert mask_health(mask)["distinct"].item() == pytest.approx(len(mask.unique(dim=0)) / 64)
-    assert mask_health(torch.ones(64, 9))["distinct"].item() == pytest.approx(1 / 64)
-
-
-def test_mask_health_of_a_batch_of_one():
-    health = mask_health(torch.tensor([[1.0, 0.0]]))
-    assert health["distinct"] == 1
-    assert health["hamming"] == 0
-    assert "decisive" not in health
+def test_summary_of_runs():
+    labels = torch.tensor([0, 1, 2, 3])
+    right = torch.tensor([[0, 1, 2, 3, 4], [1, 0, 2, 3, 4], [2, 0, 1, 3, 4], [3, 0, 1, 2, 4]])
+    one_wrong = right.clone()
+    one_wrong[0] = torch.tensor([4, 0, 1, 2, 3])
+    metrics = summary(torch.stack([right, one_wrong, right]), labels)
+    assert metrics["acc1"] == pytest.approx((100 + 75 + 100) / 3)
+    assert metrics["acc1_std"] == pytest.approx(np.std([100, 75, 100], ddof=1))
+    assert (metrics["acc5"], metrics["acc5_std"]) == (100, 0)
+    assert summary(right[None], labels)["acc1_std"] is None

@@ -6,8 +6,7 @@ import torch
 from sklearn.metrics import pairwise_distances
 from sklearn.neighbors import KNeighborsClassifier, NearestNeighbors
 
-from util.evaluation import neighbours
-from util.evaluation.neighbours import block_shape, inverse_distance, nearest_neighbours, vote
+from util.evaluation.neighbours import Scan, block_shape, inverse_distance, nearest_neighbours, vote
 
 
 def random_features(n, width, seed, offset=0.0):
@@ -71,7 +70,7 @@ def test_an_outlier_does_not_hide_the_neighbours():
 
 def test_random_features_need_no_second_search(monkeypatch):
     """Else the scan would be right, but useless."""
-    monkeypatch.setattr(neighbours, "search_without_scan", lambda *_: pytest.fail("searched again"))
+    monkeypatch.setattr(Scan, "search_all", lambda *_: pytest.fail("searched again"))
     train, queries = random_features(5000, 64, 0, offset=5.0), random_features(100, 64, 1, offset=5.0)
     nearest_neighbours(train, queries, 10)
 

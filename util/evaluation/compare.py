@@ -1,31 +1,57 @@
-"""Finished evaluations side by side: results.jsonl and per-image predictions in, rows of accuracies and tests out."""
+"""Runs side by side: each result against the baseline's, with McNemar's test on the same images."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
-from scipy.stats import binomtest
 
 from util.cli import UserError
-from util.evaluation.results import PROTOCOLS, Predictions, Result, Run, Score, read_predictions
+from util.evaluation.results import PROTOCOLS, EvaluatedRun, Predictions, Result, Score, read_predictions
 
 
 @dataclass(frozen=True)
-class Row:
+class Gain:
+    """Of a run over the baseline, in one accuracy."""
+
+    points: float
+    p: float  # of the exact McNemar test; the largest of all seeds
+    agreed: bool  # whether every seed gained, or every seed lost
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All runs on one data set, by one protocol and number of shots. Lists have an entry per run, the first is the
+    baseline's."""
+
     protocol: str
     data: str
     shots: int | None
-    results: list[Result | None]  # one per run; None: the run has no such result
+    results: list[Result | None]  # None: the run has no such result
     scores: list[Score | None]
+    gains: list[tuple[Gain, Gain] | None]  # in Acc@1 and Acc@5; None: nothing to compare
 
 
 def mcnemar(correct_a: np.ndarray, correct_b: np.ndarray) -> float:
-    """Exact two-sided p-value for two bool arrays [N], over the same images, of which was recognised.
+    """Exact two-sided p-value for two bool arrays [N] that say which of the same images were recognised.
 
     Images that both or neither recognise say nothing. If the two are equally good, each other image is a fair coin.
     """
+    from scipy.stats import binomtest  # here, because it takes half a second to import
+
     only_a = int(np.sum(correct_a & ~correct_b))
     only_b = int(np.sum(correct_b & ~correct_a))
     return float(binomtest(only_a, only_a + only_b, 0.5).pvalue) if only_a + only_b else 1.0
+
+
+def mcnemar_of_seeds(own: np.ndarray, baseline: np.ndarray) -> tuple[float, bool]:
+    """The largest p-value over seeds of bool [R, N], each against the same seed of the baseline, and whether all differ
+    in the same direction.
+
+    Pooled, the seeds would count each image several times. One of them alone could be significant by its draw of
+    training images, which McNemar's test takes as given. What holds for each of them is more than luck of the draw.
+    """
+    pairs = list(zip(own, baseline, strict=True))
+    directions = {np.sign(a.sum() - b.sum()) for a, b in pairs}
+    return max(mcnemar(a, b) for a, b in pairs), len(directions) == 1
 
 
 def check_same_images(a: Predictions, b: Predictions) -> None:
@@ -46,8 +72,8 @@ def check_same_images(a: Predictions, b: Predictions) -> None:
     )
 
 
-def compare(runs: list[Run]) -> list[Row]:
-    """All rows in the tables' order; in each, runs after the first are tested against the first, the baseline."""
+def compare(runs: list[EvaluatedRun]) -> list[Comparison]:
+    """Every protocol, data set and number of shots that any run has, in the order of the tables."""
     keys = list(dict.fromkeys(key for run in runs for key in run.results))
     protocols = list(dict.fromkeys([*PROTOCOLS, *(protocol for protocol, _ in keys)]))
     data_sets = list(dict.fromkeys(data for _, data in keys))
@@ -55,8 +81,11 @@ def compare(runs: list[Run]) -> list[Row]:
     for protocol, data in sorted(keys, key=lambda key: (protocols.index(key[0]), data_sets.index(key[1]))):
         results = [run.results.get((protocol, data)) for run in runs]
         predictions = read_paired(results)
-        all_shots = sorted({shots for result in results if result for shots in result.scores})
-        rows += [Row(protocol, data, n, results, row_scores(results, predictions, n)) for n in all_shots]
+        for shots in sorted({shots for result in results if result for shots in result.scores}, key=lambda n: n or 0):
+            scores = [result.scores.get(shots) if result else None for result in results]
+            baseline, *others = zip(scores, predictions, strict=True)
+            gains = [None, *(gains_over(*baseline, *other, shots) for other in others)]
+            rows.append(Comparison(protocol, data, shots, results, scores, gains))
     return rows
 
 
@@ -64,47 +93,58 @@ def read_paired(results: list[Result | None]) -> list[Predictions | None]:
     """The predictions of each run, after a check that all are of the same images; none where nothing can be paired."""
     if results[0] is None or not any(results[1:]):
         return [None] * len(results)
-    baseline, *others = [read_predictions(result) if result else None for result in results]
+    baseline = read_predictions(results[0])
+    others = [read_predictions(result) if result else None for result in results[1:]]
     for other in others:
         if other is not None:
             check_same_images(baseline, other)
     return [baseline, *others]
 
 
-def row_scores(
-    results: list[Result | None], predictions: list[Predictions | None], shots: int | None
-) -> list[Score | None]:
-    """Each run's score; after the first, with its gain over the first and the p-value of that, where both exist."""
-    scores = [result.scores.get(shots) if result else None for result in results]
-    baseline = scores[0]
-    for run, score in enumerate(scores[1:], start=1):
-        if baseline is None or score is None:
-            continue
-        by_metric = zip(*paired_hits(predictions[run], predictions[0], shots), strict=True)
-        tests = [mcnemar_of_seeds(own, base) for own, base in by_metric]
-        scores[run] = replace(
-            score,
-            gain=tuple(own - base for own, base in zip(score.acc, baseline.acc, strict=True)),
-            p=tuple(p for p, _ in tests),
-            agreed=tuple(agreed for _, agreed in tests),
-        )
-    return scores
+def gains_over(
+    baseline: Score | None, base: Predictions | None, score: Score | None, own: Predictions | None, shots: int | None
+) -> tuple[Gain, Gain] | None:
+    """In Acc@1 and Acc@5, tested with the seeds that both share or, where they share none, with the first of each."""
+    if not (baseline and base and score and own):
+        return None
+    common = [seed for seed in own.seeds if seed in base.seeds]
+    hits = [
+        side.hits[shots][:, [side.seeds.index(seed) for seed in common] or [0]] for side in (own, base)
+    ]  # [2, R, N]
+    first, fifth = (
+        Gain(score.acc[metric] - baseline.acc[metric], *mcnemar_of_seeds(hits[0][metric], hits[1][metric]))
+        for metric in (0, 1)
+    )
+    return first, fifth
 
 
-def paired_hits(a: Predictions, b: Predictions, shots: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """Both sides' hits [2, R, N] with the seeds that they share or, where they share none, with their first."""
-    common = [seed for seed in a.seeds if seed in b.seeds]
-    chosen = [[side.seeds.index(seed) for seed in common] or [0] for side in (a, b)]
-    return a.hits[shots][:, chosen[0]], b.hits[shots][:, chosen[1]]
+def missing(names: list[str], rows: list[Comparison]) -> list[str]:
+    """A sentence for each result, or number of shots, that one run has and another lacks."""
+    gaps: dict[str, list[str]] = {}
+    for row in rows:
+        title = next(result for result in row.results if result).title
+        for name, result, score in zip(names, row.results, row.scores, strict=True):
+            if score is None:
+                gaps.setdefault(f"{name} has no {title}", []).extend([str(row.shots)] if result else [])
+    return [f"{gap} with {', '.join(shots)} shots" if shots else gap for gap, shots in gaps.items()]
 
 
-def mcnemar_of_seeds(own: np.ndarray, baseline: np.ndarray) -> tuple[float, bool]:
-    """The largest p-value over seeds of bool [R, N], each against the same seed of the baseline, and whether all differ
-    in the same direction.
-
-    Pooled, the seeds would count each image several times. One of them alone could be significant by its draw of
-    training images, which McNemar's test takes as given. What holds for each of them is more than luck of the draw.
-    """
-    pairs = list(zip(own, baseline, strict=True))
-    directions = {np.sign(a.sum() - b.sum()) for a, b in pairs}
-    return max(mcnemar(a, b) for a, b in pairs), len(directions) == 1
+def caveats(runs: list[EvaluatedRun]) -> list[str]:
+    """What else but the pretraining could explain a gain: other settings of the evaluation, or mixed checkpoints."""
+    found = []
+    for run in runs:
+        origins = {result.checkpoint_sha256: result.origin_of_weights for result in run.results.values()}
+        if len(origins) > 1:
+            found.append(f"the results of {run.name} come from several checkpoints: {', '.join(origins.values())}")
+    baseline, *others = runs
+    for other in others:
+        for key, result in baseline.results.items():
+            ours, theirs = result.settings, other.results.get(key, result).settings
+            differing = [name for name in dict.fromkeys([*ours, *theirs]) if ours.get(name) != theirs.get(name)]
+            if differing:
+                values = (f"{n}: {ours.get(n, 'not set')} against {theirs.get(n, 'not set')}" for n in differing)
+                found.append(
+                    f"{result.title}, {baseline.name} against {other.name}: {', '.join(values)}; "
+                    "this could explain a gain"
+                )
+    return found

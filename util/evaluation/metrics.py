@@ -1,8 +1,10 @@
-"""Figures that say how healthy masks are, and how often predictions are right."""
+"""How often predictions are right."""
+
+from typing import Any
 
 import torch
 
-TOP = 5  # predictions kept for each image
+from util.evaluation.results import TOP
 
 
 def top_classes(logits: torch.Tensor) -> torch.Tensor:
@@ -17,10 +19,10 @@ def accuracies(top5: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, 
     return 100 * right[..., 0].double().mean(dim=-1), 100 * right.any(dim=-1).double().mean(dim=-1)
 
 
-def summary(top5: torch.Tensor, labels: torch.Tensor) -> dict[str, float | None]:
+def summary(top5: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
     """Mean accuracies over runs, and their sample standard deviations (None for one run), of predictions [R, N, 5]."""
-    figures = {}
+    metrics = {}
     for name, values in zip(("acc1", "acc5"), accuracies(top5, labels), strict=True):
-        figures[name] = values.mean().item()
-        figures[f"{name}_std"] = values.std().item() if len(values) > 1 else None
-    return figures
+        metrics[name] = values.mean().item()
+        metrics[f"{name}_std"] = values.std().item() if len(values) > 1 else None
+    return metrics

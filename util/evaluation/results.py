@@ -1,4 +1,26 @@
-"""What every evaluation leaves behind: a line in results.jsonl, predictions of every image, TensorBoard, a table."""
+"""What every evaluation writes and every comparison reads: a line of results.jsonl, and predictions in an .npz file.
+
+results.jsonl has one JSON object per evaluation, oldest first:
+    protocol, data      a key of PROTOCOLS, and the name of the data set
+    checkpoint          path, null for random weights; checkpoint_sha256 is its hash
+    settings            of encoder, data and protocol: what a fair comparison has to share
+    seed, runs          the first of consecutive seeds, and their number
+    acc1, acc5          percent, mean over seeds; acc1_std, acc5_std: sample standard deviation, null for one seed
+    shots               few-shot only: these four by number of shots; above, they are those of the largest number
+    images, classes     counts
+    predictions         name of the .npz file, in the same folder
+    commit, versions, time
+and what a protocol adds, such as the votes of neighbours.
+
+PROTOCOL-DATA-NUMBER.npz has, for N test images and R seeds (few-shot: [S, R, ...] for S numbers of shots):
+    images, labels      str [N], int32 [N]
+    top5                int32 [R, N, 5]: classes, best first; -1 where there are fewer
+    correct, correct5   bool [R, N]: whether the label is the first of them, or any
+    seeds, classes      int [R], str [C]: names
+    shots               few-shot only: int [S]
+
+Reading needs no torch, which takes seconds to import; writing imports it.
+"""
 
 import datetime
 import itertools
@@ -6,16 +28,34 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch.utils.tensorboard import SummaryWriter
 
 from util.cli import UserError, logger
-from util.evaluation.features import FeatureSet
-from util.evaluation.metrics import TOP, summary
-from util.evaluation.subject import Subject
-from util.misc import git_commit, is_main_process, versions
+
+if TYPE_CHECKING:
+    import torch
+    from torch.utils.tensorboard import SummaryWriter
+
+    from util.evaluation.features import FeatureSet
+    from util.evaluation.subject import Subject
+
+RESULTS = "results.jsonl"
+FEW_SHOT = "fewshot"
+PROTOCOLS = {  # as shown, in the order of the tables
+    "knn": "nearest neighbour",
+    "knn-cosine": "nearest neighbour (cosine)",
+    "linprobe": "linear probing",
+    "linprobe-cached": "linear probing (cached features)",
+    "finetune": "fine-tuning",
+    FEW_SHOT: "few-shot",
+}
+TOP = 5  # predictions kept for each image
+ROUNDING = 0.006  # points; accuracies written with two decimals still match their predictions
+
+
+# --- Writing ---
 
 
 def say_if_few_classes(num_classes: int) -> None:
@@ -25,20 +65,24 @@ def say_if_few_classes(num_classes: int) -> None:
 
 @dataclass
 class Outcome:
-    """What an evaluation found, on the images of `test`."""
+    """What an evaluation found on the images of `test`."""
 
-    test: FeatureSet
-    top5: torch.Tensor  # classes, best first: int [R, N, 5], one set per seed; [S, R, N, 5] for S numbers of shots
+    test: "FeatureSet"
+    top5: "torch.Tensor"  # classes, best first: int [R, N, 5], R seeds; few-shot [S, R, N, 5]
     seeds: list[int]
-    settings: dict  # of the protocol; those of the encoder and the data are known
+    settings: dict  # of the protocol; the subject knows those of the encoder and the data
     train_images: int
-    details: dict  # further entries of the line, in the protocol's own terms
+    details: dict  # further entries of the line
 
 
 class Report:
-    """Writes the results of one evaluation below `--output_dir`; the first process writes for all."""
+    """Writes the results of one evaluation to `--output_dir`, in the main process only."""
 
-    def __init__(self, subject: Subject, protocol: str, log_writer: SummaryWriter | None = None):
+    def __init__(self, subject: "Subject", protocol: str, log_writer: "SummaryWriter | None" = None):
+        from torch.utils.tensorboard import SummaryWriter
+
+        from util.misc import is_main_process
+
         self.subject, self.protocol, self.log_writer = subject, protocol, log_writer
         args = subject.args
         self.folder = Path(args.output_dir) if args.output_dir and is_main_process() else None
@@ -58,21 +102,21 @@ class Report:
             self.log_writer.add_scalar(f"{self.protocol}/{self.subject.data_name}/{name}", value, step)
 
     def write(self, outcome: Outcome) -> Path | None:
-        """Save the outcome; returns the file of the predictions, or None where nothing is to be written."""
+        """Saves the outcome and returns the path of the predictions, or None without a folder to write to."""
         if self.log_writer:
             self.log_writer.flush()
         if not self.folder:
             return None
         try:
-            predictions = self.save_arrays(self.arrays(outcome))
-            self.append(self.line(outcome, predictions))
+            predictions = self.save_arrays(self.folder, self.arrays(outcome))
+            with open(self.folder / RESULTS, "a", encoding="utf-8") as file:
+                file.write(json.dumps(self.line(outcome, predictions)) + "\n")
         except OSError as error:
             raise UserError(f"the results cannot be written to {self.folder}: {error.strerror}") from None
         logger.info("appended to %s, predictions in %s", self.folder / RESULTS, predictions)
         return predictions
 
-    def arrays(self, outcome: Outcome) -> dict[str, np.ndarray]:
-        """The predictions of every image, for paired tests."""
+    def arrays(self, outcome: Outcome) -> dict[str, Any]:
         names, test = self.subject.names["val"], outcome.test
         right = (outcome.top5 == test.labels[:, None]).numpy()
         arrays = {
@@ -89,10 +133,11 @@ class Report:
         return arrays
 
     def line(self, outcome: Outcome, predictions: Path) -> dict:
-        """What results.jsonl says of this evaluation. Of several numbers of shots, the largest stands for all."""
+        from util.evaluation.metrics import summary
+        from util.misc import git_commit, versions
+
         subject, test, top5 = self.subject, outcome.test, outcome.top5
-        images = {"train": outcome.train_images, "test": len(test)}
-        images["unreadable"] = len(subject.names["val"]) - len(test)
+        unreadable = len(subject.names["val"]) - len(test)
         return {
             "protocol": self.protocol,
             "data": subject.data_name,
@@ -103,7 +148,7 @@ class Report:
             "runs": len(outcome.seeds),
             **summary(top5 if top5.ndim == 3 else top5[-1], test.labels),
             **outcome.details,
-            "images": images,
+            "images": {"train": outcome.train_images, "test": len(test), "unreadable": unreadable},
             "classes": len(subject.classes),
             "predictions": predictions.name,
             "commit": git_commit(),
@@ -111,47 +156,24 @@ class Report:
             "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         }
 
-    def append(self, line: dict) -> None:
-        with open(self.folder / RESULTS, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-
-    def save_arrays(self, arrays: dict[str, np.ndarray]) -> Path:
-        """Write PROTOCOL-DATA-N.npz with the first free number N, so that no earlier result loses its predictions."""
-        paths = (self.folder / f"{self.protocol}-{self.subject.file_name}-{number}.npz" for number in itertools.count())
+    def save_arrays(self, folder: Path, arrays: dict[str, Any]) -> Path:
+        """Takes the first free number, so that no earlier result loses its predictions."""
+        paths = (folder / f"{self.protocol}-{self.subject.file_name}-{number}.npz" for number in itertools.count())
         path = next(path for path in paths if not path.exists())
         with open(path, "xb") as file:
             np.savez_compressed(file, **arrays)
         return path
 
 
-RESULTS = "results.jsonl"
-
-
-FEW_SHOT = "fewshot"
-
-
-PROTOCOLS = {  # names as shown, in the tables' order
-    "knn": "nearest neighbour",
-    "knn-cosine": "nearest neighbour (cosine)",
-    "linprobe": "linear probing",
-    "linprobe-cached": "linear probing (cached features)",
-    "finetune": "fine-tuning",
-    FEW_SHOT: "few-shot",
-}
-
-
-ROUNDING = 0.006  # points; accuracies written with two decimals still agree with the predictions behind them
+# --- Reading ---
 
 
 @dataclass(frozen=True)
 class Score:
-    """One run's accuracies in one row of a table. Each pair is (Acc@1, Acc@5)."""
+    """Each pair is (Acc@1, Acc@5)."""
 
     acc: tuple[float, float]  # percent, mean over seeds
     std: tuple[float | None, float | None]  # over seeds; None for a single one
-    gain: tuple[float, float] | None = None  # points over the baseline; None where there is nothing to compare with
-    p: tuple[float, float] | None = None  # of the exact McNemar test against the baseline; the largest of all seeds
-    agreed: tuple[bool, bool] | None = None  # whether every seed gained, or every seed lost
 
 
 @dataclass(frozen=True)
@@ -161,7 +183,7 @@ class Result:
     protocol: str
     data: str
     scores: dict[int | None, Score]  # by number of shots; under None where the protocol has no shots
-    settings: dict[str, object]  # those of the evaluation, the number of classes, and the seeds
+    settings: dict[str, Any]  # of the evaluation, with the number of classes and the seeds
     checkpoint: str | None  # None: random weights
     checkpoint_sha256: str | None
     predictions: Path
@@ -170,26 +192,32 @@ class Result:
     def title(self) -> str:
         return f"{PROTOCOLS.get(self.protocol, self.protocol)} on {self.data}"
 
+    @property
+    def origin_of_weights(self) -> str:
+        """The checkpoint, with the first digits of its hash."""
+        digits = f" {self.checkpoint_sha256[:8]}" if self.checkpoint_sha256 else ""
+        return f"{self.checkpoint or 'random weights'}{digits}"
+
 
 @dataclass(frozen=True)
-class Run:
+class EvaluatedRun:
     name: str
     results: dict[tuple[str, str], Result]  # by protocol and data set
 
 
-def read_run(name: str, path: Path) -> Run:
+def read_run(name: str, path: Path) -> EvaluatedRun:
     """The last result of each protocol and data set in a folder, or in a results.jsonl."""
-    results: dict[tuple[str, str], Result] = {}
-    repeated: dict[tuple[str, str], int] = {}
     path = results_file(path)
+    found: dict[tuple[str, str], list[Result]] = {}
     for result in read_results(path):
-        key = result.protocol, result.data
-        results[key], repeated[key] = result, repeated.get(key, 0) + 1
-    for key, times in repeated.items():
-        if times > 1:
-            last = results[key]
-            logger.info("%s: %s is there %d times; the last is used (%s)", path, last.title, times, weights(last))
-    return Run(name, results)
+        found.setdefault((result.protocol, result.data), []).append(result)
+    for same in found.values():
+        if len(same) > 1:
+            last = same[-1]
+            logger.info(
+                "%s has %d results of %s; using the last (%s)", path, len(same), last.title, last.origin_of_weights
+            )
+    return EvaluatedRun(name, {key: same[-1] for key, same in found.items()})
 
 
 def results_file(path: Path) -> Path:
@@ -198,7 +226,7 @@ def results_file(path: Path) -> Path:
 
 
 def read_results(path: Path) -> list[Result]:
-    """All results of a results.jsonl, oldest first; damaged lines are reported and left out."""
+    """All results of a results.jsonl, oldest first; damaged lines are reported and skipped."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -210,7 +238,7 @@ def read_results(path: Path) -> list[Result]:
         try:
             results.append(parse_result(line, path.parent))
         except (ValueError, KeyError, TypeError, AttributeError):
-            logger.warning("%s: line %d is damaged and left out", path, number)
+            logger.warning("%s: line %d is damaged and skipped", path, number)
     if not results:
         raise UserError(f"{path} holds no result; run an evaluation into that folder first")
     return results
@@ -242,12 +270,6 @@ def parse_score(values: dict) -> Score:
     return Score(acc, std)
 
 
-def weights(result: Result) -> str:
-    """Where its weights came from, with the start of their fingerprint."""
-    fingerprint = f" {result.checkpoint_sha256[:8]}" if result.checkpoint_sha256 else ""
-    return f"{result.checkpoint or 'random weights'}{fingerprint}"
-
-
 @dataclass(frozen=True)
 class Predictions:
     """Which of N images an evaluation recognised, with each of its R seeds."""
@@ -260,27 +282,26 @@ class Predictions:
 
 
 def read_predictions(result: Result) -> Predictions:
-    """Refuses a file that is damaged, or that a later evaluation under the same name has replaced."""
-    path = result.predictions
+    """Refuses a file that is damaged, or whose accuracies are not those of `result`."""
+    path, few_shot = result.predictions, result.protocol == FEW_SHOT
     try:
         with np.load(path, allow_pickle=False) as file:
             images, labels, seeds = file["images"], file["labels"], file["seeds"].tolist()
             correct = np.stack([file["correct"], file["correct5"]]).astype(bool)  # [2, R, N], few-shot [2, S, R, N]
-            shots = file["shots"].tolist() if result.protocol == FEW_SHOT else [None]
+            shots = file["shots"].tolist() if few_shot else [None]
     except Exception as error:  # zip, zlib and numpy each have several errors of their own for a damaged file
         reason = error.strerror if isinstance(error, OSError) and error.strerror else "damaged or incomplete"
         raise UserError(f"{path}: {reason}; run the evaluation again") from None
 
-    if result.protocol != FEW_SHOT:
-        correct = correct[:, None]
+    correct = correct if few_shot else correct[:, None]
     fits = labels.shape == images.shape == correct.shape[3:] and correct.shape[1:3] == (len(shots), len(seeds))
     if not seeds or not fits:
-        raise UserError(f"{path} holds arrays whose shapes do not belong together; run the evaluation again")
+        raise UserError(f"{path} holds arrays of inconsistent shapes; run the evaluation again")
     found = dict(zip(shots, correct.mean(axis=(2, 3)).T * 100, strict=True)) if images.size else {}
     for number, score in result.scores.items():
         if number not in found or np.abs(found[number] - score.acc).max() > ROUNDING:
             raise UserError(
-                f"{path} is not what {result.title} was computed from: its accuracies are not those in "
-                f"{RESULTS}; run the evaluation again"
+                f"{path} does not belong to {result.title}: its accuracies are not those in {RESULTS}; "
+                "run the evaluation again"
             )
     return Predictions(path, images, labels, seeds, dict(zip(shots, correct.swapaxes(0, 1), strict=True)))

@@ -10,11 +10,11 @@ import torch
 from models_vit import SIZES, VisionTransformer, infer_model, load_encoder, resolve_checkpoint
 from util.arguments import settle_shared_args
 from util.checkpoint import load_checkpoint
-from util.cli import UserError, logger
+from util.cli import UserError, file_name, logger
 from util.data.sources import available_classes, image_names
 from util.datasets import ImageDataset, build_eval_dataset
 from util.evaluation.features import FeatureCache, FeatureSet, extract_features, file_hash
-from util.misc import amp_dtype, file_name, init_distributed_mode, precision
+from util.misc import amp_dtype, init_distributed_mode, precision
 
 
 @dataclass

@@ -1,12 +1,16 @@
-"""Rows of accuracies as tables for a terminal, Markdown, LaTeX and CSV. Every format shows the same cells."""
+"""Tables for a terminal, Markdown and LaTeX; comparisons as such tables, and as CSV.
+
+Each format has one function that makes any text safe in it: `plain`, `markdown`, `tex` and `csv_text`.
+"""
 
 import csv
 import io
 import re
 from dataclasses import dataclass
+from typing import Any
 
-from util.cli import logger
-from util.evaluation.compare import Row
+from util.cli import logger, plain
+from util.evaluation.compare import Comparison, Gain
 from util.evaluation.results import FEW_SHOT, PROTOCOLS, Score
 
 SIGNIFICANT = 0.001  # the paper's level
@@ -17,6 +21,7 @@ CSV_COLUMNS = (
 TEX_NAMES = {"\\": "backslash", "~": "asciitilde", "^": "asciicircum", "<": "less", ">": "greater", "|": "bar"}
 TEX_ESCAPES = str.maketrans(
     {character: f"\\{character}" for character in "&%$#_{}"}
+    | {character: f"{{{character}}}" for character in "[*"}  # else arguments of the \\ that ends the row above
     | {character: rf"\text{name}{{}}" for character, name in TEX_NAMES.items()}
 )
 
@@ -44,7 +49,10 @@ class Table:
     rows: list[tuple[list[str], list[Cell]]]  # words, then the cells of all groups
 
 
-def build_tables(rows: list[Row], names: list[str]) -> list[Table]:
+# --- Comparisons ---
+
+
+def comparison_tables(rows: list[Comparison], names: list[str]) -> list[Table]:
     """The main table, protocol by data set, and the few-shot table, data set by shots; an empty one is left out."""
     groups = [Group(name, ["Acc@1", "Acc@5"]) for name in names]
     groups += [Group(f"{name} over {names[0]}", ["gain@1", "p@1", "gain@5", "p@5"]) for name in names[1:]]
@@ -57,7 +65,7 @@ def build_tables(rows: list[Row], names: list[str]) -> list[Table]:
     ):
         above = [None, *(words[0] for words, _ in labelled)]
         body = [
-            (["" if words[0] == previous else words[0], words[1]], row_cells(row.scores))
+            (["" if words[0] == previous else words[0], words[1]], row_cells(row))
             for (words, row), previous in zip(labelled, above, strict=False)
         ]
         if body:
@@ -65,28 +73,32 @@ def build_tables(rows: list[Row], names: list[str]) -> list[Table]:
     return tables
 
 
-def row_cells(scores: list[Score | None]) -> list[Cell]:
-    """Accuracies of every run, then gains and p-values of all but the first. The best is bold, ties and all."""
-    accuracies = [[f"{score.acc[metric]:.2f}" for score in scores if score] for metric in (0, 1)]
-    best = [max(shown, key=float) if len(shown) > 1 else None for shown in accuracies]
-    accuracy_cells = [accuracy_cell(score, metric, best[metric]) for score in scores for metric in (0, 1)]
-    return accuracy_cells + [cell for score in scores[1:] for metric in (0, 1) for cell in gain_cells(score, metric)]
+def row_cells(row: Comparison) -> list[Cell]:
+    """Accuracies of every run, then gains and p-values of all but the first. The best is bold, ties included."""
+    accuracies = [[accuracy(score, metric) for score in row.scores if score] for metric in (0, 1)]
+    best = [max(numbers, key=float) if len(numbers) > 1 else None for numbers in accuracies]
+    cells = [accuracy_cell(score, metric, best[metric]) for score in row.scores for metric in (0, 1)]
+    for gains in row.gains[1:]:
+        cells += [cell for gain in gains for cell in gain_and_p(gain)] if gains else [Cell("-")] * 4
+    return cells
+
+
+def accuracy(score: Score, metric: int) -> str:
+    return f"{score.acc[metric]:.2f}"
 
 
 def accuracy_cell(score: Score | None, metric: int, best: str | None) -> Cell:
     if score is None:
         return Cell("-")
-    std, shown = score.std[metric], f"{score.acc[metric]:.2f}"
-    return Cell(shown, "" if std is None else f" ± {std:.2f}", bold=shown == best)
+    std, number = score.std[metric], accuracy(score, metric)
+    return Cell(number, "" if std is None else f" ± {std:.2f}", bold=number == best)
 
 
-def gain_cells(score: Score | None, metric: int) -> list[Cell]:
-    """The gain in points and its p-value. A star: significant, and in the same direction, with every seed."""
-    if score is None or score.gain is None:
-        return [Cell("-"), Cell("-")]
-    gain, p = round(score.gain[metric], 2) + 0.0, score.p[metric]  # + 0.0 turns -0.0 into 0.0
-    star = p < SIGNIFICANT and score.agreed[metric]
-    return [Cell(f"{gain:+.2f}", "*" if star else ""), Cell(p_value(p))]
+def gain_and_p(gain: Gain) -> list[Cell]:
+    """A star: significant, and in the same direction, with every seed."""
+    points = round(gain.points, 2) + 0.0  # turns -0.0 into 0.0
+    star = gain.p < SIGNIFICANT and gain.agreed
+    return [Cell(f"{points:+.2f}", "*" if star else ""), Cell(p_value(gain.p))]
 
 
 def p_value(p: float) -> str:
@@ -95,40 +107,68 @@ def p_value(p: float) -> str:
     return f"{p:.3f}" if p >= SIGNIFICANT else f"{p:.1e}"
 
 
+def tallies(rows: list[Comparison], names: list[str]) -> list[str]:
+    """A sentence for each run: how many of its accuracies, as printed, beat the baseline's."""
+    sentences = []
+    for run, name in enumerate(names[1:], start=1):
+        both = [(row.scores[run], row.scores[0]) for row in rows]
+        cells = [(accuracy(own, m), accuracy(base, m)) for own, base in both if own and base for m in (0, 1)]
+        won, lost = (sum(float(a) > float(b) for a, b in pairs) for pairs in (cells, [pair[::-1] for pair in cells]))
+        if cells:
+            tied = len(cells) - won - lost
+            sentences.append(f"{name} beats {names[0]} in {won} of {len(cells)} cells ({tied} tied, {lost} lost)")
+    return sentences
+
+
+# --- Text ---
+
+
 def as_text(table: Table, ansi: bool = False) -> str:
     """Aligned columns; `ansi` shows the best in bold on a terminal."""
-    cells = [list(column) for column in zip(*(cells for _, cells in table.rows), strict=True)]
-    words = zip(*(words for words, _ in table.rows), strict=True)
-    labels = [pad([label, *column]) for label, column in zip(table.labels, words, strict=True)]
-    blocks = [text_block("", labels)]
+    labels = [pad([label, *(words[at] for words, _ in table.rows)]) for at, label in enumerate(table.labels)]
+    names = [name for group in table.groups for name in group.columns]
+    numbers = [number_column(name, [cells[at] for _, cells in table.rows], ansi) for at, name in enumerate(names)]
+    blocks = [text_block("", labels)] if labels else []
     for group in table.groups:
-        columns, cells = cells[: len(group.columns)], cells[len(group.columns) :]
-        numbers = [number_column(name, column, ansi) for name, column in zip(group.columns, columns, strict=True)]
-        blocks.append(text_block(group.heading, numbers))
-    lines = ["   ".join(parts).rstrip() for parts in zip(*blocks, strict=True)]
-    lines.insert(3, "─" * max(map(len, lines[:3])))
-    return "\n".join([table.title, *lines])
+        own, numbers = numbers[: len(group.columns)], numbers[len(group.columns) :]
+        blocks.append(text_block(group.heading, own))
+    headings, rule, header, *body = ["   ".join(parts) for parts in zip(*blocks, strict=True)]
+    head = [headings, rule, header] if headings.strip() else [header]
+    return "\n".join(line.rstrip() for line in [plain(table.title), *head, "─" * len(header), *body])
+
+
+def show_table(title: str, header: list[str], rows: list[list[str]]) -> None:
+    table = Table(title, [], [Group("", header)], [([], [Cell(text) for text in row]) for row in rows])
+    logger.info("%s", as_text(table))
+
+
+def shown(metrics: dict[str, Any], name: str) -> str:
+    """71.25, or 71.25 ± 0.40 over several seeds."""
+    deviation = metrics[f"{name}_std"]
+    return f"{metrics[name]:.2f}" + ("" if deviation is None else f" ± {deviation:.2f}")
 
 
 def pad(column: list[str]) -> list[str]:
+    column = [plain(text) for text in column]
     width = max(map(len, column))
     return [text.ljust(width) for text in column]
 
 
 def number_column(heading: str, cells: list[Cell], ansi: bool) -> list[str]:
     """Numbers end in the same place, whatever hangs to their right."""
-    tail = max(len(cell.tail) for cell in cells)
-    width = max(len(heading), tail + max(len(cell.number) for cell in cells))
+    heading, numbers = plain(heading), [plain(cell.number) for cell in cells]
+    tail = max((len(cell.tail) for cell in cells), default=0)
+    width = max(len(heading), tail + max(map(len, numbers), default=0))
     lines = [heading.rjust(width - tail).ljust(width)]
-    for cell in cells:
-        number = f"\033[1m{cell.number}\033[0m" if ansi and cell.bold else cell.number
-        lines.append(" " * (width - tail - len(cell.number)) + number + cell.tail.ljust(tail))
+    for number, cell in zip(numbers, cells, strict=True):
+        emphasised = f"\033[1m{number}\033[0m" if ansi and cell.bold else number
+        lines.append(" " * (width - tail - len(number)) + emphasised + cell.tail.ljust(tail))
     return lines
 
 
 def text_block(heading: str, columns: list[list[str]]) -> list[str]:
     """The heading, a rule under it, and the columns below; all lines are as wide as the widest."""
-    lines = ["  ".join(parts) for parts in zip(*columns, strict=True)]
+    heading, lines = plain(heading), ["  ".join(parts) for parts in zip(*columns, strict=True)]
     width = max(len(heading), len(lines[0]))
     left = (width - len(lines[0])) // 2
     right = width - len(lines[0]) - left
@@ -136,18 +176,29 @@ def text_block(heading: str, columns: list[list[str]]) -> list[str]:
     return [heading.center(width), rule, *(" " * left + line + " " * right for line in lines)]
 
 
-def as_markdown(table: Table) -> str:
-    headings = [*table.labels, *(f"{group.heading} {name}".strip() for group in table.groups for name in group.columns)]
-    lines = [[markdown(heading) for heading in headings], [":--"] * len(table.labels)]
-    lines[1] += ["--:"] * (len(headings) - len(table.labels))
-    for words, cells in table.rows:
-        numbers = [(f"**{c.number}**" if c.bold else markdown(c.number)) + markdown(c.tail) for c in cells]
-        lines.append([*map(markdown, words), *numbers])
-    return "\n".join([f"### {table.title}", "", *(f"| {' | '.join(line)} |" for line in lines)])
+# --- Markdown ---
 
 
 def markdown(text: str) -> str:
-    return re.sub(r"([\\`*_|<])", r"\\\1", text)
+    return re.sub(r"([\\`*_|<>\[\]~$&])", r"\\\1", plain(text))
+
+
+def as_markdown(table: Table) -> str:
+    headings = [*table.labels, *(f"{group.heading} {name}".strip() for group in table.groups for name in group.columns)]
+    alignment = [":--"] * len(table.labels) + ["--:"] * (len(headings) - len(table.labels))
+    lines = [[markdown(heading) for heading in headings], alignment]
+    for words, cells in table.rows:
+        numbers = [f"**{markdown(cell.number)}**" if cell.bold else markdown(cell.number) for cell in cells]
+        tails = [markdown(cell.tail) for cell in cells]
+        lines.append([*map(markdown, words), *(number + tail for number, tail in zip(numbers, tails, strict=True))])
+    return "\n".join([f"### {markdown(table.title)}", "", *(f"| {' | '.join(line)} |" for line in lines)])
+
+
+# --- LaTeX ---
+
+
+def tex(text: str) -> str:
+    return plain(text).translate(TEX_ESCAPES)
 
 
 def as_tex(table: Table) -> str:
@@ -162,7 +213,7 @@ def as_tex(table: Table) -> str:
     body = [[*map(tex, words), *map(tex_number, cells)] for words, cells in table.rows]
     return "\n".join(
         [
-            f"% {table.title}",
+            tex_comment(table.title),
             rf"\begin{{tabular}}{{{'l' * len(table.labels)}{'r' * (at - 1 - len(table.labels))}}}",
             r"\toprule",
             rf"{' & '.join(heads)} \\".strip(),
@@ -176,8 +227,8 @@ def as_tex(table: Table) -> str:
     )
 
 
-def tex(text: str) -> str:
-    return text.translate(TEX_ESCAPES)
+def tex_comment(text: str) -> str:
+    return f"% {plain(text)}"
 
 
 def tex_number(cell: Cell) -> str:
@@ -187,28 +238,26 @@ def tex_number(cell: Cell) -> str:
     return (rf"\textbf{{{number}}}" if cell.bold else number) + tail
 
 
-def as_csv(rows: list[Row], names: list[str]) -> str:
-    """Long format in full precision: a line per protocol, data set, shots and run; what is missing has no line."""
+# --- CSV ---
+
+
+def csv_text(text: str) -> str:
+    """The single quote keeps spreadsheets from running the text as a formula."""
+    text = plain(text)
+    return f"'{text}" if text.lstrip().startswith(("=", "+", "-", "@")) else text
+
+
+def as_csv(rows: list[Comparison], names: list[str]) -> str:
+    """Long format in full precision: a line per protocol, data set, shots and run; missing results have no line."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(CSV_COLUMNS)
     for row in rows:
-        for name, result, score in zip(names, row.results, row.scores, strict=True):
-            if score is not None:
+        for name, result, score, gains in zip(names, row.results, row.scores, row.gains, strict=True):
+            if result and score:
                 accuracies = score.acc[0], score.std[0], score.acc[1], score.std[1]
-                tests = (*(score.gain or (None, None)), *(score.p or (None, None)))
-                files = result.checkpoint, result.predictions
-                writer.writerow([row.protocol, row.data, row.shots, name, *accuracies, *tests, *files])
+                tests = [*(gain.points for gain in gains), *(gain.p for gain in gains)] if gains else [None] * 4
+                files = csv_text(result.checkpoint or ""), csv_text(str(result.predictions))
+                key = csv_text(row.protocol), csv_text(row.data), row.shots, csv_text(name)
+                writer.writerow([*key, *accuracies, *tests, *files])
     return buffer.getvalue()
-
-
-def shown(figures: dict[str, float | None], name: str) -> str:
-    """71.25, or 71.25 ± 0.40 where there were several runs."""
-    deviation = figures[f"{name}_std"]
-    return f"{figures[name]:.2f}" + ("" if deviation is None else f" ± {deviation:.2f}")
-
-
-def show_table(title: str, header: list[str], rows: list[list[str]]) -> None:
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows)]
-    logger.info("%s", "\n".join([title, *lines]))

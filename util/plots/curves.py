@@ -1,4 +1,6 @@
-"""Curves of a run over its epochs, from the log.txt that it leaves."""
+"""Curves of runs: metrics over the epochs of their log.txt, and accuracies over the number of shots."""
+
+import math
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -17,7 +19,7 @@ PANELS = (
 
 
 def curve_figure(logs: dict[str, list[dict]]) -> Figure:
-    """A panel for each figure that tells how a curriculum goes, and in it a curve for each run that has it."""
+    """A panel for each metric of a curriculum's progress, with a curve for each run that logs it."""
     figure = Figure(figsize=(11, 5.6), layout="constrained")
     for axes, (title, key, line, meaning) in zip(figure.subplots(2, 3).flat, PANELS, strict=True):
         for at, (name, log) in enumerate(logs.items()):
@@ -45,4 +47,39 @@ def curve_figure(logs: dict[str, list[dict]]) -> Figure:
         if not any(len(curve.get_xdata()) for curve in axes.lines[: len(logs)]):
             axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", color="0.5")
     figure.axes[2].legend(frameon=False, fontsize=9)
+    return figure
+
+
+def few_shot_figure(data: str, curves: dict[str, list[tuple[int, float, float | None]]]) -> Figure:
+    """Acc@1 over the number of shots, with bars of one standard deviation. A run's points are (shots, Acc@1, std)."""
+    figure = Figure(figsize=(5, 3.5), layout="constrained")
+    axes = figure.add_subplot()
+    for at, (name, points) in enumerate(curves.items()):
+        if not points:
+            continue
+        shots, acc, std = zip(*points, strict=True)
+        aside = 2 ** (0.05 * (at - (len(curves) - 1) / 2))  # a little apart, or the bars would hide each other
+        axes.errorbar(
+            [number * aside for number in shots],
+            acc,
+            yerr=[math.nan if value is None else value for value in std],
+            color=COLOURS[at % len(COLOURS)],
+            marker=MARKERS[at % len(MARKERS)],
+            markersize=5,
+            linewidth=1.5,
+            elinewidth=1,
+            capsize=3,
+            label=verbatim(name),
+        )
+    ticks = sorted({shots for points in curves.values() for shots, *_ in points})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, labels=map(str, ticks))
+    axes.minorticks_off()
+    axes.set_xlabel("labelled images per class (shots)")
+    axes.set_ylabel("Acc@1 (%)")
+    axes.set_title(verbatim(data))
+    axes.grid(color="0.9")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
     return figure

@@ -1,12 +1,15 @@
-"""What all figures share: names of runs, colours that the colour-blind can tell apart, files that repeat."""
+"""What all figures share: names of runs, colours, and files that are reproducible. Drawing alone needs matplotlib."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import matplotlib
-from matplotlib.figure import Figure
+from util.cli import plain
 
-# Okabe and Ito's palette, which the colour-blind can tell apart. Seven colours and eight markers: a pair repeats after
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's palette, which the colour-blind can distinguish. Seven colours and eight markers: a pair repeats after
 # 56 runs. Its yellow is left out, being hard to see on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
@@ -14,7 +17,7 @@ FORMATS = ("png", "pdf")
 
 
 def short_names(paths: list[Path]) -> list[str]:
-    """As much of the paths' ends as it takes to tell them apart."""
+    """As much of the paths' ends as it takes to distinguish them."""
     for depth in range(1, max(len(path.parts) for path in paths) + 1):
         names = ["/".join(path.parts[1:][-depth:]) for path in paths]
         if len(set(names)) == len(names):
@@ -24,11 +27,13 @@ def short_names(paths: list[Path]) -> list[str]:
 
 def verbatim(text: str) -> str:
     """Text that matplotlib shows as it is: no formula between dollars, no label hidden for its leading underscore."""
-    return (" " if text.startswith("_") else "") + text.replace("$", r"\$")
+    return (" " if text.startswith("_") else "") + plain(text).replace("$", r"\$")
 
 
-def save_figure(figure: Figure, stem: Path, formats: Sequence[str] = FORMATS, dpi: int = 200) -> list[Path]:
+def save_figure(figure: "Figure", stem: Path, formats: Sequence[str] = FORMATS, dpi: int = 200) -> list[Path]:
     """STEM.png, STEM.pdf or both; equal figures give equal files."""
+    import matplotlib
+
     paths = [stem.with_name(f"{stem.name}.{suffix}") for suffix in formats]
     for path in paths:
         metadata = {"CreationDate": None} if path.suffix == ".pdf" else None
