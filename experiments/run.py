@@ -7,10 +7,9 @@
 With no images and no network, in a few minutes; --pretrain comes last, and its flags go to all pretrainings:
     python -m experiments.run main_results --scale small --data_set shapes --pretrain --epochs 2
 
-What is done is skipped and what was interrupted goes on, so the same command may be given again at any time.
+The same command skips what is done and resumes what was interrupted.
 """
 
-import os
 import platform
 import shlex
 import sys
@@ -22,11 +21,9 @@ import torch
 
 import main_pretrain
 import main_visualize
-from experiments import cluster
-from experiments.local import LocalQueue, machine_slots
-from experiments.plan import Run, Step, check_settings, data_folder, expand
-from experiments.recipe import Recipe, load_recipe, recipe_names, recipe_text
-from experiments.scale import SCALES, data_name, source_flags
+from experiments.plan import Run, Step, data_folder, data_name, expand, source_flags
+from experiments.recipes import RECIPES, SCALES, Recipe
+from experiments.runner import LocalQueue, command, machine_slots, submit_all
 from experiments.table import build_tables
 from util.arguments import DATA_SETS
 from util.checkpoint import write_text
@@ -37,8 +34,8 @@ from util.training.launcher import add_resource_arguments
 
 
 def get_args_parser() -> ArgumentParser:
-    parser = ArgumentParser("python -m experiments.run", description=__doc__.split("\n")[0])
-    parser.add_argument("recipes", metavar="RECIPE", nargs="*", help="files of experiments/recipes, in this order")
+    parser = ArgumentParser("python -m experiments.run", description="Repeat a table or figure of the paper")
+    parser.add_argument("recipes", metavar="RECIPE", nargs="*", help="names of recipes, in this order")
     parser.add_argument("--list", action="store_true", help="tell what each recipe runs, costs, and should reach")
     parser.add_argument("--dry_run", action="store_true", help="show the commands, and run nothing")
     parser.add_argument("--table_only", action="store_true", help="show the table of what is there, and run nothing")
@@ -50,13 +47,9 @@ def get_args_parser() -> ArgumentParser:
     what.add_argument("--data_path", default=None, help="where it lies")
     what.add_argument("--download", action="store_true", help="let torchvision fetch it to there first")
     what.add_argument("--downstream_path", default=None, help="folder with the downstream sets (docs/datasets.md)")
-    what.add_argument(
-        "--features", default="cls_token", choices=["cls_token", "global_pool"], help="what evaluations see of an image"
-    )
+    what.add_argument("--features", default="cls_token", choices=["cls_token", "global_pool"], help="to evaluate")
     what.add_argument("--output_dir", default="./output_dir/experiments", help="runs, tables and figures")
-    what.add_argument(
-        "--pretrain", default=[], nargs=REMAINDER, metavar="FLAG", help="all that follows: flags for main_pretrain.py"
-    )
+    what.add_argument("--pretrain", default=[], nargs=REMAINDER, metavar="FLAG", help="comes last: pretraining flags")
 
     where = parser.add_argument_group("where to run it")
     where.add_argument("--cluster", default="local", choices=["local", "slurm"], help="this machine, or job arrays")
@@ -68,16 +61,31 @@ def get_args_parser() -> ArgumentParser:
 
 
 def check_args(args: Namespace) -> None:
+    known = f"known are {', '.join(RECIPES)}; --list describes them"
     if not args.recipes:
-        raise UserError(f"which recipe? There are {', '.join(recipe_names())}; --list describes them")
+        raise UserError(f"RECIPE is missing; {known}")
+    if unknown := [name for name in args.recipes if name not in RECIPES]:
+        raise UserError(f"there is no recipe {unknown[0]}; {known}")
     if len(set(args.seeds)) < len(args.seeds):
-        raise UserError(f"--seeds {' '.join(map(str, args.seeds))}: each seed once")
+        raise UserError(f"--seeds {' '.join(map(str, args.seeds))}: give each seed once")
     if args.jobs is not None and args.jobs < 1:
         raise UserError(f"--jobs {args.jobs} must be at least 1")
     if args.ngpus is None:
-        here = torch.cuda.device_count()
-        largest = 8 if args.cluster == "slurm" else here
+        largest = 8 if args.cluster == "slurm" else torch.cuda.device_count()
         args.ngpus = largest if args.scale == "full" else min(largest, 1)
+
+
+def overview(name: str, recipe: Recipe) -> str:
+    """What a recipe runs, costs and should reach."""
+    numbers = {variant.name: variant.reported("nearest neighbour", "imagenet200") for variant in recipe.variants}
+    paper = "; ".join(f"{variant}: {' / '.join(pair)}" for variant, pair in numbers.items() if "-" not in pair)
+    hours = sum(variant.hours for variant in recipe.variants)
+    lines = [f"{recipe.title}. {recipe.about}"]
+    lines += [f"Paper, nearest neighbour on ImageNet-200, Acc@1 / Acc@5: {paper}."] if paper else []
+    lines += [f"Pretraining at full scale: {len(recipe.variants)} run(s), {hours} h on eight A100 (computed)."]
+    flags = "--data_path /data/imagenet" + (" --downstream_path /data" if recipe.downstream else "")
+    lines += [f"python -m experiments.run {name} --scale full {flags}"]
+    return "\n    ".join([name, *(part for line in lines for part in textwrap.wrap(line, 112))]) + "\n"
 
 
 def fetch(example: Run) -> None:
@@ -89,55 +97,41 @@ def fetch(example: Run) -> None:
         build_source(args, split)
 
 
-def show_commands(runs: list[Run], args: Namespace) -> None:
-    """What a user would type instead, in this order; what is done already is marked."""
-    for each in runs:
-        for step in each.steps:
-            logger.info("%s%s", "# done: " if each.is_done(step) else "", job_command(step, args))
-
-
-def job_command(step: Step, args: Namespace) -> str:
-    flags = shlex.join(step.flags)
+def typed_command(each: Run, step: Step, args: Namespace) -> str:
+    """What a user would type instead."""
+    done, pretrain = "# done: " if each.is_done(step) else "", step is each.pretrain
     if args.cluster == "local":
-        launcher = "python" if args.ngpus < 2 else f"torchrun --standalone --nproc_per_node={args.ngpus}"
-        return f"{launcher} {step.program}.py {flags}"
-    task, nodes = step.program.removeprefix("main_"), args.nodes if step.protocol is None else 1
-    script = "submitit_pretrain.py" if step.protocol is None else f"submitit_eval.py --task {task}"
+        return done + shlex.join(["python", *command(step, args.ngpus)])
+    script = "submitit_pretrain.py" if pretrain else f"submitit_eval.py --task {step.program.removeprefix('main_')}"
     partition = f" --partition {args.partition}" if args.partition else ""
-    return f"python {script} --nodes {nodes} --ngpus {args.ngpus}{partition} {flags}"
+    nodes = args.nodes if pretrain else 1
+    return f"{done}python {script} --nodes {nodes} --ngpus {args.ngpus}{partition} {shlex.join(step.flags)}"
 
 
-def work(runs: list[Run], args: Namespace) -> dict[Run, str]:
-    """Do, or submit, what is not done; returns the runs that failed."""
-    if args.cluster == "slurm":
-        return cluster.submit_all(runs, args)
-    return LocalQueue(machine_slots(args.ngpus, args.jobs)).work(runs)
-
-
-def report(name: str, recipe: Recipe, runs: list[Run], failed: dict[Run, str], args: Namespace) -> None:
+def report(name: str, runs: list[Run], failed: dict[Run, str], args: Namespace) -> None:
     """Show the tables, and write them and the figures below the data's folder."""
-    folder = data_folder(args)
-    tables = build_tables(recipe, runs, args)
+    recipe, folder, tables = RECIPES[name], data_folder(args), build_tables(runs)
+    found = notes(runs, failed, tables)
     logger.info("%s", "\n\n".join([f"\n{recipe.title}", *map(as_text, tables)]))
     finished = [each for each in runs if each not in failed and each.checkpoint().exists()]
-    parts = [f"# {recipe.title}", describe(name, runs[0], finished, args), *map(as_markdown, tables)]
-    parts += ["\n".join(f"- {note}" for note in notes(runs, failed, tables))]
+    parts = [f"# {recipe.title}", conditions(name, runs[0], finished, args), *map(as_markdown, tables)]
+    parts += ["\n".join(f"- {note}" for note in found)] if found else []
     path = folder / f"{name}-{args.features}.md"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_text(path, "\n\n".join(part for part in parts if part) + "\n")
+        write_text(path, "\n\n".join(parts) + "\n")
     except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}") from None
-    logger.info("\n%s", "\n".join([*notes(runs, failed, tables), f"written to {path}"]))
+        raise UserError(f"{path} cannot be written: {error.strerror}; give another --output_dir") from None
+    logger.info("\n%s", "\n".join([*found, f"written to {path}"]))
     if recipe.pictures:
         draw(recipe, runs, folder / name, args)
 
 
-def describe(name: str, example: Run, finished: list[Run], args: Namespace) -> str:
-    """What the figures were obtained with."""
-    settings = example.pretrain.args()
-    commits = sorted({str(each.settings().get("commit")) for each in finished})
-    hardware = processor() if args.cluster == "local" else f"{args.nodes} x {args.ngpus} GPUs of a cluster"
+def conditions(name: str, example: Run, finished: list[Run], args: Namespace) -> str:
+    """What the numbers were obtained with."""
+    settings, commits = example.pretrain.args(), sorted({str(each.settings().get("commit")) for each in finished})
+    local = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})"
+    hardware = local if args.cluster == "local" else f"{args.nodes} x {args.ngpus} GPUs of a cluster"
     return (
         f"`python -m experiments.run {name}`, scale {args.scale}, data {data_name(args)}; {settings.model}, "
         f"{settings.epochs} epochs, seeds {', '.join(map(str, args.seeds))}, features {args.features}. "
@@ -145,23 +139,16 @@ def describe(name: str, example: Run, finished: list[Run], args: Namespace) -> s
     )
 
 
-def processor() -> str:
-    """The GPU, or else the CPU, that this machine has."""
-    if torch.cuda.is_available():
-        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-    cores = len(os.sched_getaffinity(0))
-    return f"{cores} cores of a CPU ({platform.machine()}, {torch.backends.cpu.get_cpu_capability()})"
-
-
 def notes(runs: list[Run], failed: dict[Run, str], tables: list[Table]) -> list[str]:
+    headings = {group.heading for table in tables for group in table.groups}
     found = ["±: one standard deviation over pretraining seeds"] if len({each.seed for each in runs}) > 1 else []
-    if any(group.heading.startswith("over ") for table in tables for group in table.groups):
+    if any(heading.startswith("over ") for heading in headings):
         found.append(
-            "gain: mean over seeds, each against the baseline's same seed; p: exact two-sided McNemar test on the same "
-            f"images, the largest of all seeds; *: p < {SIGNIFICANT} and the same direction with every seed"
+            "gain: mean over seeds, over MAE of the same size and seed; p: exact two-sided McNemar test, the largest "
+            f"of all seeds and probes; *: p < {SIGNIFICANT} and the same direction in all of them"
         )
-    if any(group.heading == "paper:" for table in tables for group in table.groups):
-        found.append("paper: ImageNet-200, ViT-B unless the row says otherwise")
+    if "paper:" in headings:
+        found.append("paper: pretrained on ImageNet-200, ViT-B unless the row says otherwise")
     found += [f"failed: {each.title}: {problem}" for each, problem in failed.items()]
     missing = [each.title for each in runs if each not in failed and not all(map(each.is_done, each.steps))]
     return found + ([f"not finished: {', '.join(missing)}"] if missing else [])
@@ -170,10 +157,10 @@ def notes(runs: list[Run], failed: dict[Run, str], tables: list[Table]) -> list[
 def draw(recipe: Recipe, runs: list[Run], folder: Path, args: Namespace) -> None:
     """The recipe's figures, of the first seed that has finished every run."""
     for seed in args.seeds:
-        chosen = [each for each in runs if each.seed == seed and "random" not in each.variant.flags]
+        chosen = [each for each in runs if each.seed == seed and not each.variant.baseline]
         if all(each.checkpoint().exists() for each in chosen):
             names = [each.variant.name for each in chosen]
-            flags = [*(str(each.folder) for each in chosen), "--names", *names, *recipe.pictures]
+            flags = [*(str(each.folder) for each in chosen), "--names", *names, *recipe.pictures.split()]
             flags += [*source_flags(args), "--output_dir", str(folder)]
             main_visualize.main(main_visualize.get_args_parser().parse_args(flags))
             return
@@ -181,22 +168,24 @@ def draw(recipe: Recipe, runs: list[Run], folder: Path, args: Namespace) -> None
 
 def main(args: Namespace) -> None:
     if args.list:
-        for name in recipe_names():
-            logger.info("%s\n%s\n", name, textwrap.indent(recipe_text(name), "    "))
+        logger.info("\n%s", "\n".join(overview(name, recipe) for name, recipe in RECIPES.items()))
         return
     check_args(args)
     failures = 0
-    for name, recipe in [(name, load_recipe(name)) for name in args.recipes]:
-        runs = expand(recipe, args)
+    for name in args.recipes:
+        runs = expand(RECIPES[name], args)
         for each in runs:
-            check_settings(each)
+            each.check_settings()
         if args.dry_run:
-            show_commands(runs, args)
+            logger.info("\n%s", "\n".join(typed_command(each, step, args) for each in runs for step in each.steps))
             continue
         if args.download:
             fetch(runs[0])
-        failed = {} if args.table_only else work(runs, args)
-        report(name, recipe, runs, failed, args)
+        failed = {}
+        if not args.table_only:
+            local = args.cluster == "local"
+            failed = LocalQueue(machine_slots(args.ngpus, args.jobs)).work(runs) if local else submit_all(runs, args)
+        report(name, runs, failed, args)
         failures += len(failed)
     if failures:
         sys.exit(1)
