@@ -10,31 +10,17 @@ Many images' masks at once, how often each place is visible, curves over trainin
     python main_visualize.py runs/clmae --data_path /data/imagenet --grid diversity positions --curve --animate
 """
 
-import os
 from argparse import Namespace
-from pathlib import Path
 
-import torch
-from PIL import Image
-from torchvision.datasets.folder import IMG_EXTENSIONS
-
-from util.arguments import add_data_arguments, check_at_least, check_data_args
-from util.cli import ArgumentParser, UserError, logger, run
-from util.data.decode import MODES, open_image, to_mode
-from util.data.sources import DEFAULT_DATA_PATH, ImageList, Source, build_source, find_split
-from util.datasets import build_eval_transform
-from util.misc import file_name, generator, pick_device
-from util.plots.curves import curve_figure
-from util.plots.masks import Block, animation, diversity_figure, draw_block, masks_figure, positions_figure
-from util.plots.snapshot import Snapshot, evenly, load_snapshot, snapshots_of
+from util.arguments import DEFAULT_DATA_PATH, add_data_arguments
+from util.cli import ArgumentParser, UserError, answer_early, count, logger, run, seed_number
 from util.plots.style import FORMATS, save_figure, short_names
-from util.training.progress import read_log
 
-GRIDS = {"masks": (8, masks_figure), "diversity": (64, diversity_figure), "positions": (512, positions_figure)}
+NUMBERS = {"masks": 8, "diversity": 64, "positions": 512}  # images shown
 
 
 def get_args_parser() -> ArgumentParser:
-    parser = ArgumentParser("main_visualize.py", description=__doc__.split("\n")[0])
+    parser = ArgumentParser("main_visualize.py", description=str(__doc__).split("\n")[0])
     parser.add_argument("runs", metavar="CHECKPOINT", nargs="+", help="checkpoints, or runs' folders with some")
     parser.add_argument("--names", nargs="+", default=None, help="titles of the runs; default: those of their folders")
 
@@ -43,13 +29,13 @@ def get_args_parser() -> ArgumentParser:
         "--grid",
         nargs="+",
         default=[],
-        choices=list(GRIDS),
+        choices=list(NUMBERS),
         help="masks: images, Z, masks and reconstructions; diversity: many images' masks at once; positions: how often "
         "each place is visible",
     )
     what.add_argument("--curve", action="store_true", help="losses and health of the masks over training, from log.txt")
     what.add_argument("--animate", action="store_true", help="a GIF of the first image's mask over training")
-    what.add_argument("--blocks", default=4, type=int, help="checkpoints shown of a run's folder, evenly spread")
+    what.add_argument("--blocks", default=4, type=count, help="checkpoints shown of a run's folder, evenly spread")
     what.add_argument(
         "--true_stats",
         action="store_true",
@@ -61,22 +47,41 @@ def get_args_parser() -> ArgumentParser:
 
     images = parser.add_argument_group("images (or a data set, below)")
     images.add_argument("--images", nargs="+", default=[], help="image files, or folders with some")
-    images.add_argument("--num_images", default=None, type=int, help="default: 8; diversity 64, positions 512")
+    images.add_argument("--num_images", type=count, help="default: 8; diversity 64, positions 512")
     add_data_arguments(parser)
 
     out = parser.add_argument_group("output")
     out.add_argument("--output_dir", default="./pictures", help="folder of the pictures")
     out.add_argument("--format", nargs="+", default=["png"], choices=FORMATS, help="pdf is for papers")
     out.add_argument("--device", default="cpu", help="cpu is fast enough for a few images")
-    out.add_argument("--seed", default=0, type=int, help="of the choice of images, and of the random masks of an MAE")
+    out.add_argument(
+        "--seed", default=0, type=seed_number, help="of the choice of images, and of the random masks of an MAE"
+    )
     return parser
 
 
+answer_early(__name__, get_args_parser)
+
+import os
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torchvision.datasets.folder import IMG_EXTENSIONS
+
+from util.data.decode import MODES, open_image, to_mode
+from util.data.sources import ImageList, Source, build_source, find_split
+from util.datasets import build_eval_transform
+from util.misc import file_name, generator, pick_device
+from util.plots.curves import curve_figure
+from util.plots.masks import Block, animation, diversity_figure, draw_block, masks_figure, positions_figure
+from util.plots.snapshot import Snapshot, evenly, load_snapshot, snapshots_of
+from util.training.progress import read_log
+
+GRIDS = {"masks": masks_figure, "diversity": diversity_figure, "positions": positions_figure}
+
+
 def check_args(args: Namespace) -> None:
-    check_data_args(args)
-    check_at_least(args, 1, "blocks")
-    if args.num_images is not None:
-        check_at_least(args, 1, "num_images")
     if missing := [path for path in args.runs if not Path(path).exists()]:
         raise UserError(f"there is no checkpoint or folder {missing[0]}")
     if args.names is None:
@@ -96,7 +101,7 @@ def open_source(args: Namespace, snapshot: Snapshot) -> Source:
         return ImageList([(path, 0) for given in args.images for path in image_files(Path(given))], classes=[])
     args.input_size, args.in_chans = list(snapshot.model.patch_embed.img_size), snapshot.model.in_chans
     if args.data_set == "folder":
-        path = Path(args.data_path or DEFAULT_DATA_PATH)
+        path = Path(args.data_path)
         if path == Path(DEFAULT_DATA_PATH) and not path.is_dir():
             raise UserError("which images? Give --images FILE ..., --data_path FOLDER or --data_set shapes")
         unseen = args.split is not None or find_split(path, "val") is not None
@@ -157,9 +162,8 @@ def draw_grids(runs: dict[str, list[Path]], source: Source, args: Namespace) -> 
     shown = [(name, path) for name, paths in runs.items() for path in evenly(paths, args.blocks)]
     written = []
     for grid in args.grid:
-        most, figure = GRIDS[grid]  # number of images, and how they are drawn
-        blocks = draw_blocks(shown, read_images(source, args.num_images or most, args.seed), args)
-        written += save_figure(figure(blocks), Path(args.output_dir) / grid, args.format)
+        blocks = draw_blocks(shown, read_images(source, args.num_images or NUMBERS[grid], args.seed), args)
+        written += save_figure(GRIDS[grid](blocks), Path(args.output_dir) / grid, args.format)
     return written
 
 

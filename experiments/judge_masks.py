@@ -20,8 +20,8 @@ import torch
 
 from main_visualize import as_input, open_source, read_images
 from models_mae import MaskedAutoencoderViT
-from util.arguments import add_data_arguments, check_at_least, check_data_args
-from util.cli import ArgumentParser, UserError, run
+from util.arguments import add_data_arguments
+from util.cli import ArgumentParser, UserError, count, run, seed_number
 from util.evaluation.tables import show_table
 from util.misc import generator
 from util.plots.snapshot import Snapshot, evenly, load_snapshot, snapshots_of
@@ -35,9 +35,9 @@ def get_args_parser() -> ArgumentParser:
     parser = ArgumentParser("python -m experiments.judge_masks", description=__doc__.split("\n")[0])
     parser.add_argument("runs", metavar="RUN", nargs="+", help="runs' folders, or checkpoints")
     parser.add_argument("--judge", required=True, help="checkpoint or folder of a vanilla MAE of the same data")
-    parser.add_argument("--moments", default=1, type=int, help="checkpoints of each run, evenly spread; 1: the last")
-    parser.add_argument("--num_images", default=1000, type=int, help="validation images")
-    parser.add_argument("--seed", default=0, type=int, help="of the choice of images, and of random masks")
+    parser.add_argument("--moments", default=1, type=count, help="checkpoints of each run, evenly spread; 1: the last")
+    parser.add_argument("--num_images", default=1000, type=count, help="validation images")
+    parser.add_argument("--seed", default=0, type=seed_number, help="of the choice of images, and of random masks")
     add_data_arguments(parser)
     parser.set_defaults(images=[])
     return parser
@@ -98,10 +98,8 @@ def judge(snapshot: Snapshot, stranger: MaskedAutoencoderViT, imgs: torch.Tensor
 
 
 def main(args: Namespace) -> None:
-    check_data_args(args)
-    check_at_least(args, 1, "moments", "num_images")
     stranger = load_snapshot(snapshots_of(Path(args.judge))[-1], "judge")
-    if stranger.cmm is not None:
+    if stranger.masking.learned is not None:
         raise UserError(f"--judge {args.judge} was trained with a masking module; give a run of --masking random")
     imgs = as_input(read_images(open_source(args, stranger), args.num_images, args.seed), stranger, torch.device("cpu"))
     folders = [Path(path).absolute() for path in args.runs]
