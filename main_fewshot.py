@@ -7,44 +7,40 @@ A random-weight baseline, on a machine with no GPU and no images:
     python main_fewshot.py --model vit_micro_patch4 --data_set shapes --num_workers 2 --output_dir eval/floor
 """
 
-import itertools
-import json
 from argparse import Namespace
-from pathlib import Path
 
-import torch
-
-from engine_probe import fit_softmax, predict
-from util.arguments import check_at_least
-from util.cli import ArgumentParser, UserError, run, tracked
-from util.data.sources import labels_of
-from util.evaluation.features import FeatureSet
-from util.evaluation.metrics import summary
-from util.evaluation.results import FEW_SHOT, Outcome, Report, say_if_few_classes
-from util.evaluation.subject import Subject, add_evaluation_arguments, open_subject
-from util.evaluation.tables import show_table, shown
-from util.misc import generator
+from util.arguments import add_evaluation_arguments
+from util.cli import ArgumentParser, UserError, answer_early, count, positive, run, tracked
 
 
 def get_args_parser() -> ArgumentParser:
     parser = ArgumentParser("main_fewshot.py", description=str(__doc__).split("\n")[0])
     few = parser.add_argument_group("few shots")
-    few.add_argument("--shots", default=[1, 2, 4, 8, 16], type=int, nargs="+", help="training images per class")
-    few.add_argument("--runs", default=3, type=int, help="draws, with seeds seed, seed + 1, ...; gives a deviation")
+    few.add_argument("--shots", default=[1, 2, 4, 8, 16], type=count, nargs="+", help="training images per class")
+    few.add_argument("--runs", default=3, type=count, help="draws, with seeds seed, seed + 1, ...; gives a deviation")
     few.add_argument("--allow_fewer", action="store_true", help="take all images of a class that has too few")
-    few.add_argument("--l2", default=1.0, type=float, help="weight of |W|^2 / 2 beside the sum of the losses")
-    few.add_argument("--batch_size", default=256, type=int, help="images encoded at once, per process")
+    few.add_argument("--l2", default=1.0, type=positive, help="weight of |W|^2 / 2 beside the sum of the losses")
+    few.add_argument("--batch_size", default=256, type=count, help="images encoded at once, per process")
     add_evaluation_arguments(parser)
     return parser
 
 
-def check_args(args: Namespace) -> None:
-    check_at_least(args, 1, "runs", "batch_size")
-    if min(args.shots) < 1:
-        raise UserError(f"--shots {min(args.shots)} must be at least 1")
-    if args.l2 <= 0:
-        raise UserError(f"--l2 {args.l2} must be above 0: without it, separable images have no best softmax layer")
-    args.shots = sorted(set(args.shots))
+answer_early(__name__, get_args_parser)
+
+import itertools
+import json
+from pathlib import Path
+
+import torch
+
+from engine_probe import fit_softmax, predict
+from util.data.sources import labels_of
+from util.evaluation.features import FeatureSet
+from util.evaluation.metrics import summary
+from util.evaluation.results import FEW_SHOT, Outcome, Report, say_if_few_classes
+from util.evaluation.subject import Subject, open_subject
+from util.evaluation.tables import show_table, shown
+from util.misc import generator
 
 
 def check_enough(labels: torch.Tensor, classes: list[str], args: Namespace) -> None:
@@ -110,7 +106,7 @@ def save_draws(
 
 
 def main(args: Namespace) -> None:
-    check_args(args)
+    args.shots = sorted(set(args.shots))
     subject = open_subject(args)
     check_enough(labels_of(subject.datasets["train"].source), subject.classes, args)  # now, rather than after the work
     report = Report(subject, FEW_SHOT)

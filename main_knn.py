@@ -11,16 +11,8 @@ A random-weight baseline, on a machine with no GPU and no images:
 
 from argparse import Namespace
 
-import torch
-
-from util.arguments import check_at_least
-from util.cli import ArgumentParser, UserError, logger, run
-from util.evaluation.features import FeatureSet
-from util.evaluation.metrics import summary
-from util.evaluation.neighbours import inverse_distance, nearest_neighbours, vote
-from util.evaluation.results import TOP, Outcome, Report
-from util.evaluation.subject import add_evaluation_arguments, open_subject
-from util.evaluation.tables import show_table, shown
+from util.arguments import add_evaluation_arguments
+from util.cli import ArgumentParser, UserError, answer_early, count, logger, number, run
 
 DEFAULT_K = (1, 5, 10, 20)
 
@@ -29,17 +21,25 @@ def get_args_parser() -> ArgumentParser:
     parser = ArgumentParser("main_knn.py", description=str(__doc__).split("\n")[0])
     knn = parser.add_argument_group("nearest neighbours")
     knn.add_argument("--distance", default="euclidean", choices=["euclidean", "cosine"], help="between features")
-    knn.add_argument("--k", default=None, type=int, nargs="+", help="numbers of voting neighbours; default: 1 5 10 20")
-    knn.add_argument("--block_mb", default=256, type=float, help="memory for a block of distances, in megabytes")
-    knn.add_argument("--batch_size", default=256, type=int, help="images encoded at once, per process")
+    knn.add_argument("--k", type=count, nargs="+", help="numbers of voting neighbours; default: 1 5 10 20")
+    knn.add_argument(
+        "--block_mb", default=256, type=number(at_least=1), help="memory for a block of distances, in megabytes"
+    )
+    knn.add_argument("--batch_size", default=256, type=count, help="images encoded at once, per process")
     add_evaluation_arguments(parser)
     return parser
 
 
-def check_args(args: Namespace) -> None:
-    check_at_least(args, 1, "batch_size", "block_mb")
-    if args.k is not None and min(args.k) < 1:
-        raise UserError(f"--k {min(args.k)} must be at least 1")
+answer_early(__name__, get_args_parser)
+
+import torch
+
+from util.evaluation.features import FeatureSet
+from util.evaluation.metrics import summary
+from util.evaluation.neighbours import inverse_distance, nearest_neighbours, vote
+from util.evaluation.results import TOP, Outcome, Report
+from util.evaluation.subject import open_subject
+from util.evaluation.tables import show_table, shown
 
 
 def numbers_of_neighbours(args: Namespace, num_train: int) -> list[int]:
@@ -93,7 +93,6 @@ def evaluate(
 
 
 def main(args: Namespace) -> None:
-    check_args(args)
     subject = open_subject(args)
     numbers_of_neighbours(args, len(subject.datasets["train"]))  # fails now rather than after the work
     report = Report(subject, "knn" if args.distance == "euclidean" else f"knn-{args.distance}")
