@@ -117,7 +117,7 @@ def image_files(path: Path) -> list[str]:
 
 
 def read_images(source: Source, most: int, seed: int) -> list[Image.Image]:
-    """At most so many images, drawn from the source; those that cannot be read are left out and named."""
+    """At most `most` images drawn from the source; unreadable ones are left out and reported."""
     indices = torch.randperm(len(source), generator=generator("pictures", seed))[:most].sort().values.tolist()
     images = [image for index in indices if (image := read_or_report(source, index)) is not None]
     if not images:
