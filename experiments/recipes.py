@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 PAPER = list(csv.DictReader((Path(__file__).parent / "paper.csv").read_text().splitlines()))
-PAPER_FLAGS: tuple[str, ...] = ()
+PAPER_FLAGS = ("--soft", "tokens", "--select", "threshold")  # whatever the defaults are: what the paper ran
 RELEASED_FLAGS = (
-    *("--select", "topk", "--lambda_gauss", "1", "--lambda_kl", "0.1", "--lambda_cl_end", "-1"),
-    *("--epochs", "200"),
+    *("--soft", "tokens", "--select", "topk", "--kl", "soft", "--diversity", "distance", "--epochs", "200"),
+    *("--lambda_gauss", "1", "--lambda_kl", "0.1", "--lambda_cl_end", "-1", "--cmm_schedule", "cosine"),
 )
 EVALUATIONS = {"knn": "main_knn", "linprobe": "main_linprobe", "fewshot": "main_fewshot"}
 SPLITS = {"aid": "--split 0.5", "airbus": "--split 0.8", "ahe": "", "sea_animals": "--split 0.9", "sport_balls": ""}

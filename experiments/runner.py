@@ -20,8 +20,7 @@ import torch
 from experiments.plan import Run, Step, data_folder
 from util.checkpoint import write_text
 from util.cli import Interrupted, UserError, logger
-from util.training.launcher import Run as Job
-from util.training.launcher import build_executor, submit
+from util.training.launcher import ClusterJob, build_executor, submit
 
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE = 60  # seconds that SLURM has for an answer
@@ -187,7 +186,7 @@ def submit_array(steps: dict[Run, Step], args: Namespace, after: str | None = No
     program = next(iter(steps.values())).program
     job = Namespace(**{**vars(args), "job_dir": str(data_folder(args) / "slurm" / "%j")})
     job.num_workers = flags[0].num_workers
-    jobs = submit(build_executor(program, job, after), [Job(program, each) for each in flags], job)
+    jobs = submit(build_executor(program, job, after), [ClusterJob(program, each) for each in flags], job)
     for (run, step), submitted in zip(steps.items(), jobs, strict=True):
         run.folder.mkdir(parents=True, exist_ok=True)
         write_text(job_file(run, step), f"{submitted.job_id}\n")

@@ -122,7 +122,7 @@ class ImageDataset(Dataset):
                 return self.view(self.source.read(candidate), key), self.source.label(candidate), bad
             except Exception as error:  # on damaged files, decoders raise almost anything
                 bad.append(f"{self.source.name(candidate)} ({type(error).__name__}: {error})")
-        return self.view(Image.new(self.mode, (1, 1)), key), 0, bad  # so many end the run, in the main process
+        return self.view(Image.new(self.mode, (1, 1)), key), 0, bad  # the main process ends the run
 
     def view(self, data: bytes | Image.Image, key: tuple[int, int]) -> torch.Tensor:
         """The transformed image. Without augmentation the key does not matter."""

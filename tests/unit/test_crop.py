@@ -29,7 +29,7 @@ def torchvision_crops(width, height, number=NUMBER, scale=(0.2, 1.0)):
 def test_pretraining_draws_as_torchvision(size):
     """600 x 300: where many draws do not fit and are repeated."""
     ours, theirs = crops(draw_crop, *size), torchvision_crops(*size)
-    figures = (
+    statistics = (
         lambda top, left, height, width: top,
         lambda top, left, height, width: left,
         lambda top, left, height, width: height,
@@ -37,8 +37,8 @@ def test_pretraining_draws_as_torchvision(size):
         lambda top, left, height, width: height * width,
         lambda top, left, height, width: width / height,
     )
-    for figure in figures:
-        a, b = ([figure(*crop) for crop in drawn] for drawn in (ours, theirs))
+    for statistic in statistics:
+        a, b = ([statistic(*crop) for crop in drawn] for drawn in (ours, theirs))
         assert stats.ks_2samp(a, b).pvalue > 1e-3
     for top, left, height, width in ours:
         assert 0 <= top <= size[1] - height

@@ -134,7 +134,7 @@ def test_batches_are_bytes_until_the_device(tmp_path, in_chans):
     assert (imgs.shape, imgs.dtype) == ((1, in_chans, 32, 32), torch.uint8)
     normalised = normalise(imgs)
     assert (normalised.dtype, normalised.is_contiguous()) == (torch.float32, True)
-    image, _, _ = build_eval_dataset(args, "train")[0, 0]  # of one colour, so the crop plays no part
+    image, _, _ = build_eval_dataset(args, "train")[0, 0]  # of one colour, so the crop does not matter
     assert torch.allclose(normalised[0], image, atol=0.02)
 
 

@@ -1,4 +1,4 @@
-"""Any image file to the pixels of a crop: fast and exact alike, for every kind of file that people have."""
+"""Any image file to the pixels of a crop: fast and exact, for every kind of file in the wild."""
 
 import io
 import random
@@ -81,7 +81,7 @@ def test_decoding_stops_below_the_crop_and_changes_no_row_above(subsampling):
 
 
 def test_decoders_agree_to_the_bit(monkeypatch):
-    """So a run may go on where the other one is installed."""
+    """So a run can resume on a machine with the other decoder."""
     pytest.importorskip("simplejpeg")
     for subsampling in ("4:4:4", "4:2:2", "4:2:0"):
         jpeg = read_jpeg(content(photo(333, 250), subsampling=subsampling))
@@ -112,7 +112,7 @@ def test_scale_leaves_twice_the_pixels_that_are_needed():
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("where", ["exif", "xmp"])
 def test_rotated_by_metadata(orientation, where):
-    """Upright as Pillow's own function has it, before the crop is cut."""
+    """Upright as ImageOps.exif_transpose makes it, before cropping."""
     exif, xmp = Image.Exif(), f'<x tiff:Orientation="{orientation}"/>'.encode()
     exif[decode.ORIENTATION] = orientation
     data = content(photo(150, 109), **({"exif": exif} if where == "exif" else {"xmp": xmp}))

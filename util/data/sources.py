@@ -236,7 +236,7 @@ def split_samples(
         by_class[sample[1]].append(sample)
     chosen = []
     for name, of_class in zip(classes, by_class, strict=True):
-        train = min(max(round(args.split * len(of_class)), 1), max(len(of_class) - 1, 1))  # an image for each
+        train = min(max(round(args.split * len(of_class)), 1), max(len(of_class) - 1, 1))  # both parts get an image
         order = torch.randperm(len(of_class), generator=generator("split", args.split_seed, name)).tolist()
         part = order[train:] if split == "val" else order[:train]
         chosen += [of_class[i] for i in sorted(part)]
@@ -290,14 +290,14 @@ def torchvision_source(args: Namespace, split: str) -> TorchvisionSet:
     name, root = args.data_set, args.data_path
     if not root or root == DEFAULT_DATA_PATH:
         raise UserError(f"--data_set {name} needs --data_path: the folder that holds it, or that --download fills")
-    train, title = split != "val", f"{name}/{split}"
+    title = f"{name}/{split}"
     try:
         if name == "stl10":  # its point is its many unlabelled images
             part = {"pretrain": "train+unlabeled", "train": "train", "val": "test"}[split]
             stl10 = datasets.STL10(root, part, download=args.download)
             return TorchvisionSet(stl10, stl10.labels, title)
         sets = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100, "fashion_mnist": datasets.FashionMNIST}
-        images = sets[name](root, train, download=args.download)
+        images = sets[name](root, split != "val", download=args.download)
         return TorchvisionSet(images, images.targets, title)
     except RuntimeError as error:
         advice = "the download failed" if args.download else "add --download to fetch it"
