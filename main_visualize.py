@@ -73,47 +73,7 @@ from util.plots.snapshot import (
 from util.plots.style import save_figure
 from util.training.progress import read_log
 
-<<<<<<< HEAD
 GRIDS = {"masks": (8, masks_figure), "diversity": (64, diversity_figure), "positions": (512, positions_figure)}
-=======
-def image_files(path: Path) -> list[str]:
-    """A file itself, or all image files in a folder and below."""
-    if path.is_dir():
-        files = sorted(str(file) for file in path.rglob("*") if file.suffix.lower() in IMG_EXTENSIONS)
-        if not files:
-            raise UserError(f"--images {path}: no image files in this folder")
-        return files
-    if not path.exists():
-        raise UserError(f"--images {path}: no such file or folder")
-    return [str(path)]
-
-
-def read_images(source: Source, most: int, seed: int) -> list[Image.Image]:
-    """At most `most` images drawn from the source; unreadable ones are left out and reported."""
-    indices = torch.randperm(len(source), generator=generator("pictures", seed))[:most].sort().values.tolist()
-    images = [image for index in indices if (image := read_or_report(source, index)) is not None]
-    if not images:
-        raise UserError("none of the images can be read")
-    return images
-
-
-def read_or_report(source: Source, index: int) -> Image.Image | None:
-    try:
-        data = source.read(index)
-        image = open_image(data) if isinstance(data, bytes) else data
-        image.load()
-        return image
-    except Exception as error:  # on damaged files, decoders raise almost anything
-        logger.warning("unreadable image, left out: %s (%s)", source.name(index), error)
-        return None
-
-
-def as_input(images: list[Image.Image], snapshot: Snapshot, device: torch.device) -> torch.Tensor:
-    """Images [N, C, H, W] as the snapshot's networks take them."""
-    size, in_chans = snapshot.model.patch_embed.img_size, snapshot.model.in_chans
-    transform = build_eval_transform(Namespace(input_size=list(size), in_chans=in_chans))
-    return torch.stack([transform(to_mode(image, MODES[in_chans])) for image in images]).to(device)
->>>>>>> wt-data
 
 
 def draw_blocks(checkpoints: list[tuple[str, Path]], images: list[Image.Image], args: Namespace) -> list[Block]:
