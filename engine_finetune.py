@@ -13,9 +13,7 @@ import torch.nn.functional as F
 from timm.data import Mixup
 from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from models_vit import VisionTransformer
 from util.datasets import ImageDataset, ImageLoader
 from util.evaluation.features import FeatureSet, extract_features
 from util.evaluation.metrics import accuracies, top_classes
@@ -111,7 +109,7 @@ def mean_of_processes(loss: torch.Tensor) -> torch.Tensor:
 
 def evaluate(
     dataset: ImageDataset,
-    model: VisionTransformer | DistributedDataParallel,
+    model: nn.Module,
     device: torch.device,
     args: Namespace,
     header: str | None = None,

@@ -170,8 +170,7 @@ def fit_softmax(
     """
     heads = LinearHeads([0], 1, features.shape[1], num_classes).double().to(device)
     x, labels = features.double().to(device), labels.to(device)
-    heads.norm.running_mean.copy_(x.mean(dim=0))
-    heads.norm.running_var.copy_(x.var(dim=0, correction=0))
+    heads.norm.running_mean, heads.norm.running_var = x.mean(dim=0), x.var(dim=0, correction=0)
     heads.eval()  # normalise with these statistics
     nn.init.zeros_(heads.weight)
     optimizer = torch.optim.LBFGS(

@@ -49,7 +49,7 @@ MIXING = ("batch", "pair", "elem")
 
 
 def get_args_parser() -> ArgumentParser:
-    parser = ArgumentParser("main_finetune.py", description=__doc__.split("\n")[0])
+    parser = ArgumentParser("main_finetune.py", description=str(__doc__).split("\n")[0])
 
     run_ = parser.add_argument_group("run length and batch")
     run_.add_argument("--batch_size", default=64, type=count, help="images per process and iteration")
@@ -341,7 +341,7 @@ def write_results(report: Report, test: FeatureSet, settings: dict, by_epoch: di
         report.scalar(name, found[name], subject.args.epochs)
     details = {}
     if by_epoch:
-        best = max(by_epoch, key=by_epoch.get)
+        best = max(by_epoch, key=lambda epoch: by_epoch[epoch])
         logger.info("(best epoch by test accuracy, for reference only: %d, with Acc@1 %.2f)", best + 1, by_epoch[best])
         details["best_test_epoch"] = {"epoch": best, "acc1": by_epoch[best]}
     report.write(Outcome(test, top5, [seed], settings, len(subject.datasets["train"]), details))

@@ -33,7 +33,7 @@ SETTINGS = ("epochs", "warmup_epochs", "batch_size", "accum_iter", "weight_decay
 
 
 def get_args_parser() -> ArgumentParser:
-    parser = ArgumentParser("main_linprobe.py", description=__doc__.split("\n")[0])
+    parser = ArgumentParser("main_linprobe.py", description=str(__doc__).split("\n")[0])
     probe = parser.add_argument_group("linear probing")
     probe.add_argument("--batch_size", default=512, type=count, help="images per process and iteration")
     probe.add_argument("--epochs", default=90, type=count, help="passes over the data")
@@ -125,16 +125,16 @@ def absolute_rate(blr: float, args: Namespace) -> float:
 
 
 def build_batches(
-    subject: Subject, seeds: list[int], train: FeatureSet | None, chosen: torch.Tensor | None, args: Namespace
+    subject: Subject, seeds: list[int], train: FeatureSet | None, args: Namespace
 ) -> CachedBatches | EncodedBatches:
-    """Batches of all training images, or of those at the positions `chosen` of `train`."""
+    """Batches of the images of `train`; of all training images where features are not extracted beforehand."""
     device, global_batch = subject.device, args.batch_size * get_world_size()
-    if args.cache_features:
-        batches = CachedBatches(train if chosen is None else train.take(chosen), seeds, global_batch, device)
+    if args.cache_features and train is not None:
+        batches = CachedBatches(train, seeds, global_batch, device)
     else:
         source, (seed,) = subject.datasets["train"].source, seeds
         dataset = AugmentedDataset(source, probe_augmentation(args), seed, args.max_bad_images)
-        subset = None if chosen is None else train.indices[chosen].tolist()
+        subset = None if train is None else train.indices.tolist()
         order = EpochBatches(len(dataset), args.batch_size, seed, get_rank(), get_world_size(), subset)
         pin_mem = args.pin_mem and device.type == "cuda"
         loader = ImageLoader(dataset, order, num_workers=args.num_workers, pin_mem=pin_mem)
@@ -160,14 +160,14 @@ def fit(
     num_classes = args.nb_classes or len(subject.classes)
     heads = LinearHeads(seeds, len(rates), subject.encoder.embed_dim, num_classes).to(subject.device)
     optimizer = build_optimizer(heads, args)
-    rates = torch.tensor(rates, device=subject.device)
+    peaks = torch.tensor(rates, device=subject.device)
     start, curve = args.start_epoch, []
     if state := unfinished.load():
         start, curve = state["epoch"] + 1, state["curve"]
         heads.load_state_dict(state["heads"])
         optimizer.load_state_dict(state["optimizer"])
     for epoch in range(start, args.epochs):
-        losses = train_one_epoch(heads, batches.epoch(epoch), len(batches), optimizer, rates, epoch, args)
+        losses = train_one_epoch(heads, batches.epoch(epoch), len(batches), optimizer, peaks, epoch, args)
         if not losses.isfinite().any(dim=1).all():  # of a grid, some rate of each run must be left
             raise TrainingDiverged(f"the loss of the head is not finite in epoch {epoch + 1}; try a lower --blr")
         if test is not None:
@@ -201,7 +201,7 @@ def choose_rate(
     rates = [absolute_rate(blr, args) for blr in args.lr_grid]
     scores = []
     for seeds in groups:
-        batches = build_batches(subject, seeds, train, rest, args)
+        batches = build_batches(subject, seeds, train.take(rest), args)
         heads = fit(subject, batches, seeds, rates, files[f"lr_grid-seed{seeds[0]}"], args).heads
         acc1, _ = accuracies(predict(heads, train.features[held_out]), train.labels[held_out])  # [R, G]
         finite = heads.weight.isfinite().flatten(2).all(dim=2).cpu()
@@ -231,14 +231,14 @@ def train_probe(
     subject: Subject, test: FeatureSet, groups: list[list[int]], files: dict[str, Unfinished], args: Namespace
 ) -> list[Fit]:
     """Heads for every group of seeds; sets `args.lr` to the learning rate that they were trained with."""
-    train = subject.features("train") if args.cache_features or args.lr_grid else None
     if args.lr_grid:
-        args.blr = choose_rate(subject, train, groups, files, args)
+        args.blr = choose_rate(subject, subject.features("train"), groups, files, args)
         logger.info("--blr %g is best on held-out training images; now training on all of them", args.blr)
     args.lr = absolute_rate(args.blr, args) if args.lr is None else args.lr
     fits = []
+    train = subject.features("train") if args.cache_features else None
     for seeds in groups:
-        batches = build_batches(subject, seeds, train, None, args)
+        batches = build_batches(subject, seeds, train, args)
         fits.append(fit(subject, batches, seeds, [args.lr], files[f"seed{seeds[0]}"], args, test))
     return fits
 
@@ -325,7 +325,7 @@ def show_results(
         report.scalar("acc1_by_epoch", acc1, epoch)
     if not by_epoch:
         return {}
-    best = max(by_epoch, key=by_epoch.get)
+    best = max(by_epoch, key=lambda epoch: by_epoch[epoch])
     logger.info("(best epoch by test accuracy, for reference only: %d, with Acc@1 %.2f)", best + 1, by_epoch[best])
     return {"best_test_epoch": {"epoch": best, "acc1": by_epoch[best]}}
 

@@ -17,7 +17,7 @@ from util.cli import ArgumentParser, UserError, answer_early, count, logger, run
 
 
 def get_args_parser() -> ArgumentParser:
-    parser = ArgumentParser("main_masks.py", description=__doc__.split("\n")[0])
+    parser = ArgumentParser("main_masks.py", description=str(__doc__).split("\n")[0])
     parser.add_argument("runs", metavar="RUN", nargs="+", help="runs' folders, checkpoints, or .npz files of masks")
     parser.add_argument("--names", nargs="+", help="names of the runs; default: those of their folders")
     parser.add_argument("--judge", help="run or checkpoint of a vanilla MAE on the same data; measures difficulty")

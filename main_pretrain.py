@@ -65,7 +65,7 @@ weight = number(at_least=-1, at_most=1)
 
 
 def get_args_parser() -> ArgumentParser:
-    parser = ArgumentParser("main_pretrain.py", description=__doc__.split("\n")[0])
+    parser = ArgumentParser("main_pretrain.py", description=str(__doc__).split("\n")[0])
 
     length = parser.add_argument_group("run length and batch")
     length.add_argument("--batch_size", default=64, type=count, help="images per process and iteration")

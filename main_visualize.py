@@ -17,7 +17,7 @@ from util.cli import ArgumentParser, UserError, answer_early, count, file_name, 
 
 
 def get_args_parser() -> ArgumentParser:
-    parser = ArgumentParser("main_visualize.py", description=__doc__.split("\n")[0])
+    parser = ArgumentParser("main_visualize.py", description=str(__doc__).split("\n")[0])
     parser.add_argument("runs", metavar="CHECKPOINT", nargs="+", help="checkpoints, or runs' folders with some")
     parser.add_argument("--names", nargs="+", help="titles of the runs; default: those of their folders")
 

@@ -39,6 +39,7 @@ from models_cmm import (
     position_loss,
     prediction_loss,
     soft_kl_loss,
+    with_balanced_gradient,
 )
 from models_mae import Autoencoder
 from util.cli import UserError
@@ -313,13 +314,18 @@ class CurriculumMasking(LearnedMasking):
     def errors(self, mae, imgs, values, pred):
         """Step 2: no threshold and no selection; the autoencoder sees every patch as far as Z says."""
         rows, here = evenly_spread_rows(len(imgs), self.settings.cmm_fraction)
+        if self.settings.soft == "attention":
+            values = with_balanced_gradient(values)
         _, pred, _ = mae(imgs[here], keep_prob=values[here], soft=self.settings.soft)
         return mae.patch_error(imgs[here], pred), rows
 
     def losses(self, values, error, mask, rows, ask):
         """Eq. 1: lambda_CL(t) times the curriculum loss, plus the weighted others."""
-        of_errors = hidden_curriculum_loss if self.settings.soft == "attention" else curriculum_loss
-        parts = {"curriculum": ask.lambda_cl * of_errors(values[rows], error)}
+        if self.settings.soft == "attention":
+            curriculum = hidden_curriculum_loss(with_balanced_gradient(values)[rows], error)
+        else:
+            curriculum = curriculum_loss(values[rows], error)
+        parts = {"curriculum": ask.lambda_cl * curriculum}
         weighted = [parts["curriculum"]]
         for name, (function, weight) in self.terms.items():
             if weight:

@@ -155,6 +155,16 @@ def hidden_curriculum_loss(keep_prob: torch.Tensor, error: torch.Tensor) -> torc
     return keep_prob.shape[1] * (removed * error).sum() / removed.sum().clamp(min=1e-6)
 
 
+def with_balanced_gradient(keep_prob: torch.Tensor) -> torch.Tensor:
+    """Z [N, L] itself, but with a gradient that sums to zero over each image's patches.
+
+    How many patches are visible is the KL loss's business. An adversary would otherwise gain most by lowering every Z
+    at once: towards 0.5, where masks are no longer decisive, and the ratio goes with it.
+    """
+    mean = keep_prob.mean(dim=1, keepdim=True)
+    return keep_prob - (mean - mean.detach())
+
+
 def gaussian_loss(keep_prob: torch.Tensor) -> torch.Tensor:
     """Eq. 4: a bump of height sigma * sqrt(2 pi) at Z = 0.5 pushes every Z towards 0 or 1; the mean over tokens.
 

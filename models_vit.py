@@ -157,8 +157,9 @@ def with_head(encoder: VisionTransformer, num_classes: int, seed: int = 0) -> Vi
     """The encoder with a linear classifier, all of it ready to train. The head starts near zero, as upstream's: the
     first gradients then do not disturb what the encoder has learnt."""
     encoder.reset_classifier(num_classes)
-    torch.nn.init.trunc_normal_(encoder.head.weight, std=2e-5, generator=generator("head", seed))
-    torch.nn.init.zeros_(encoder.head.bias)
+    head = encoder.get_classifier()
+    torch.nn.init.trunc_normal_(head.get_parameter("weight"), std=2e-5, generator=generator("head", seed))
+    torch.nn.init.zeros_(head.get_parameter("bias"))
     return encoder.requires_grad_(True)
 
 
@@ -269,12 +270,12 @@ def size_of(checkpoint: dict, weights: dict[str, torch.Tensor]) -> tuple[int, in
 def build_encoder(
     name: str, size: tuple[int, int] | None, in_chans: int, global_pool: bool, drop_path: float = 0.0
 ) -> VisionTransformer:
-    kwargs = dict(in_chans=in_chans, global_pool=global_pool, drop_path_rate=drop_path)
-    size = {} if size is None else {"img_size": tuple(size)}
+    kwargs: dict = dict(in_chans=in_chans, global_pool=global_pool, drop_path_rate=drop_path)
     try:
-        if size:
-            check_divisible(size["img_size"], SIZES[name][0])
-        return MODELS[name](num_classes=0, weight_init="skip", **kwargs, **size)
+        if size is not None:
+            check_divisible(tuple(size), SIZES[name][0])
+            kwargs["img_size"] = tuple(size)
+        return MODELS[name](num_classes=0, weight_init="skip", **kwargs)
     except ValueError as error:
         raise UserError(f"--model {name} with --input_size: {error}") from None
 

@@ -13,7 +13,7 @@ from util.training.launcher import launch
 TASKS = ("knn", "linprobe", "fewshot", "finetune")
 
 if __name__ == "__main__":
-    which = ArgumentParser("submitit_eval.py", description=__doc__.split("\n")[0], add_help=False)
+    which = ArgumentParser("submitit_eval.py", description=str(__doc__).split("\n")[0], add_help=False)
     which.add_argument("--task", choices=TASKS, help="what to evaluate; with --help it lists the flags of that program")
     chosen, argv = which.parse_known_args()
     if chosen.task is None:

@@ -2,11 +2,14 @@
 
 from collections.abc import Collection
 
-from torch import nn
+from timm.models.vision_transformer import VisionTransformer
 
 
 def param_groups_lrd(
-    model: nn.Module, weight_decay: float = 0.05, no_weight_decay_list: Collection[str] = (), layer_decay: float = 0.75
+    model: VisionTransformer,
+    weight_decay: float = 0.05,
+    no_weight_decay_list: Collection[str] = (),
+    layer_decay: float = 0.75,
 ) -> list[dict]:
     """The parameters of a ViT as groups of an optimizer: one for each layer, with and without weight decay.
 

@@ -2,13 +2,17 @@
 
 import math
 from argparse import Namespace
+from typing import TypeVar
 
+import torch
 from torch.optim import Optimizer
+
+Rate = TypeVar("Rate", float, torch.Tensor)  # one, or several at once
 
 
 def learning_rate(
-    epoch: float, *, lr: float, min_lr: float, warmup_epochs: float, epochs: float, schedule: str = "cosine"
-) -> float:
+    epoch: float, *, lr: Rate, min_lr: float, warmup_epochs: float, epochs: float, schedule: str = "cosine"
+) -> Rate:
     """The rate at a (fractional) epoch: linear warm-up to `lr`, then half a cosine to `min_lr`, or constant."""
     if epoch < warmup_epochs:
         return lr * epoch / warmup_epochs
@@ -18,7 +22,7 @@ def learning_rate(
     return min_lr + (lr - min_lr) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
+def set_learning_rate(optimizer: Optimizer, lr: float | torch.Tensor) -> None:
     """Give every parameter group the rate `lr`, times its own `lr_scale` if it has one."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)

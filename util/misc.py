@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import timm
@@ -174,10 +175,10 @@ def gather_rows(rows: torch.Tensor, equal: bool = False) -> torch.Tensor:
 
 def gather_objects(value: object) -> list:
     """Each process's value, in the order of ranks, on every process."""
-    values = [value]
-    if get_world_size() > 1:
-        values = [None] * get_world_size()
-        dist.all_gather_object(values, value)
+    if get_world_size() == 1:
+        return [value]
+    values: list = [None] * get_world_size()
+    dist.all_gather_object(values, value)
     return values
 
 
@@ -199,7 +200,8 @@ def with_ddp(network: nn.Module) -> nn.Module:
     return wrapped
 
 
-def without_ddp(network: nn.Module) -> nn.Module:
+def without_ddp(network: nn.Module) -> Any:
+    """The network itself, whatever it is."""
     return network.module if isinstance(network, DistributedDataParallel) else network
 
 
@@ -264,7 +266,7 @@ class NativeScalerWithGradNormCount:
         loss: torch.Tensor,
         optimizer: Optimizer,
         clip_grad: float | None = None,
-        parameters: Iterable[torch.Tensor] | None = None,
+        parameters: Iterable[torch.Tensor] = (),
         update_grad: bool = True,
     ) -> None:
         self._scaler.scale(loss).backward()

@@ -1,5 +1,7 @@
 """Fixed 2D sine-cosine position embeddings, and their interpolation to another grid."""
 
+from typing import Any
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -34,7 +36,7 @@ def get_1d_sincos_pos_embed_from_grid(embed_dim: int, pos: np.ndarray) -> np.nda
 
 
 def interpolate_pos_embed(
-    model: torch.nn.Module, checkpoint_model: dict[str, torch.Tensor], grid_size: tuple[int, int] | None = None
+    model: Any, checkpoint_model: dict[str, torch.Tensor], grid_size: tuple[int, int] | None = None
 ) -> None:
     """Resize `checkpoint_model["pos_embed"]` in place to the grid of `model`, bicubically; extra tokens are kept.
 
@@ -44,17 +46,18 @@ def interpolate_pos_embed(
     if "pos_embed" not in checkpoint_model:
         return
     pos_embed = checkpoint_model["pos_embed"]  # [1, extra + old_h*old_w, D]
+    own_grid = tuple(model.patch_embed.grid_size)
     num_extra = model.pos_embed.shape[1] - model.patch_embed.num_patches
     extra, grid = pos_embed[:, :num_extra], pos_embed[:, num_extra:]
     if grid_size is None:
         side = round(grid.shape[1] ** 0.5)
         fits = grid.shape[1] == model.patch_embed.num_patches
-        grid_size = model.patch_embed.grid_size if fits else (side, side)
-    if tuple(grid_size) == tuple(model.patch_embed.grid_size):
+        grid_size = own_grid if fits else (side, side)
+    if tuple(grid_size) == own_grid:
         return
     height, width = grid_size
     if height * width != grid.shape[1]:
         raise ValueError(f"cannot interpolate a position embedding of {grid.shape[1]} patches: its grid is not square")
     grid = grid.reshape(1, height, width, -1).permute(0, 3, 1, 2)  # [1, D, old_h, old_w]
-    grid = F.interpolate(grid, size=model.patch_embed.grid_size, mode="bicubic", align_corners=False)
+    grid = F.interpolate(grid, size=own_grid, mode="bicubic", align_corners=False)
     checkpoint_model["pos_embed"] = torch.cat([extra, grid.flatten(2).transpose(1, 2)], dim=1)

@@ -11,6 +11,7 @@ from matplotlib.animation import FuncAnimation, PillowWriter
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from torchvision.utils import make_grid
 
 from masking import mask_health
@@ -122,9 +123,9 @@ def masks_figure(blocks: list[Block]) -> Figure:
     return figure
 
 
-def side_by_side(tiles: np.ndarray, gap: int | None = None) -> np.ndarray:
+def side_by_side(tiles: np.ndarray, gap: int = 0) -> np.ndarray:
     """Tiles [N, H, W, ...] in a row, with gaps that are not drawn."""
-    gap = max(tiles.shape[2] // 24, 1) if gap is None else gap
+    gap = gap or max(tiles.shape[2] // 24, 1)
     space = np.full((*tiles.shape[:2], gap, *tiles.shape[3:]), np.nan)
     row = np.concatenate([tiles, space], axis=2)
     return np.concatenate(list(row), axis=1)[:, :-gap]
@@ -151,8 +152,7 @@ def diversity_figure(blocks: list[Block]) -> Figure:
     side = int(np.ceil(len(blocks[0].visible) ** 0.5))
     columns = min(len(blocks), 4)
     rows = -(-len(blocks) // columns)
-    figure = Figure(figsize=(3.4 * columns, 3.9 * rows + 0.5), layout="constrained")
-    figure.get_layout_engine().set(h_pad=0.15)  # or the first line of a title would be cut
+    figure = Figure(figsize=(3.4 * columns, 3.9 * rows + 0.5), layout=ConstrainedLayoutEngine(h_pad=0.15))
     for block, axes in zip(blocks, figure.subplots(rows, columns, squeeze=False).flat, strict=False):
         masks = wall(block.visible, side)
         draw_strip(axes, masks)
@@ -176,8 +176,7 @@ def positions_figure(blocks: list[Block]) -> Figure:
     """How often each position is visible: masks made for the place, not for the image, are seen at a glance."""
     columns = min(len(blocks), 4)
     rows = -(-len(blocks) // columns)
-    figure = Figure(figsize=(3.4 * columns, 3.6 * rows + 0.6), layout="constrained")
-    figure.get_layout_engine().set(h_pad=0.15)
+    figure = Figure(figsize=(3.4 * columns, 3.6 * rows + 0.6), layout=ConstrainedLayoutEngine(h_pad=0.15))
     for block, axes in zip(blocks, figure.subplots(rows, columns, squeeze=False).flat, strict=False):
         share = block.visible.mean(axis=0)
         draw_strip(axes, share)
@@ -252,7 +251,7 @@ def wall(tiles: np.ndarray, side: int) -> np.ndarray:
     return np.concatenate(rows)[:-1]
 
 
-def animation(blocks: list[Block], path: Path, frames_per_second: float = 2) -> None:
+def animation(blocks: list[Block], path: Path, frames_per_second: int = 2) -> None:
     """A GIF with a frame for each block: its first image, Z, mask and reconstruction."""
     labels = list(blocks[0].rows())
     _, height, width, _ = blocks[0].images.shape

@@ -10,6 +10,7 @@ from torch.utils.tensorboard import SummaryWriter
 from util.cli import UserError, logger
 from util.datasets import ImageDataset, build_eval_dataset, collate
 from util.evaluation.features import extract_features
+from util.evaluation.forensics import edge_contrast, edge_scores, mirror_correlation
 from util.evaluation.neighbours import nearest_neighbours
 from util.misc import amp_dtype, is_main_process
 from util.plots.masks import mask_picture
@@ -56,11 +57,8 @@ class Monitor:
         masking: "Masking",
         log_writer: SummaryWriter | None,
     ) -> dict[str, float]:
-        """Draw the masks in use, and compare them with random ones.
-
-        "mask/error_vs_random" is the error of the patches that the masks remove over that of as many random ones: below
-        1 for a partner, above 1 for an adversary.
-        """
+        """Draw the masks in use and take the cheap measures of util/evaluation/forensics.py; "mask/error_vs_random" is
+        called "own" there."""
         values = masking.unwrapped_values(imgs)
         index = torch.arange(len(imgs))
         ask = masking.ask(imgs, index, epoch, (epoch + 1) / self.args.epochs)
@@ -70,7 +68,12 @@ class Monitor:
             picture = mask_picture(model, imgs[:n], pred[:n], mask[:n], None if values is None else values[:n])
             log_writer.add_image("image, score, mask, reconstruction", picture, (epoch + 1) * 1000)
         random_loss, _, _ = model(imgs, ask.mask_ratio, noise=ask.uniform())
-        return {"mask/error_vs_random": (loss / random_loss).item()}
+        edges = edge_contrast(edge_scores(imgs, imgs.shape[-1] // masking.grid[1]), mask)
+        metrics = {"mask/error_vs_random": (loss / random_loss).item(), "mask/edge": edges.item()}
+        if values is not None:
+            mirrored = masking.unwrapped_values(imgs.flip(-1))
+            metrics["mask/mirror"] = mirror_correlation(values, mirrored, masking.grid).item()
+        return metrics
 
     def neighbour_accuracies(self, model: "MaskedAutoencoderViT") -> dict[str, float]:
         """Acc@1 and Acc@5 of the mean patch token; main_knn.py is the full evaluation."""
