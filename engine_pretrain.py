@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 from masking import Masking
-from models_mae import Autoencoder
 from util.datasets import ImageLoader, normalise
 from util.lr_sched import adjust_learning_rate, learning_rate, set_learning_rate
 from util.misc import (
@@ -54,7 +53,7 @@ def train_one_epoch(
     stands. `after_update` is called with the number of updates of the whole run so far.
     """
     model.train()
-    mae: Autoencoder = without_ddp(model)
+    mae = without_ddp(model)
     device = next(model.parameters()).device
     amp = amp_dtype(args.amp, device)
     steps_per_epoch = log.iterations // args.accum_iter
@@ -84,19 +83,19 @@ def train_one_epoch(
 
         # Step 2: the masking module, on the errors of the MAE just updated. (When gradients accumulate, the MAE is
         # updated at the last micro-batch only; waiting for it would keep every micro-batch's graph in memory.)
-        if learn:
+        if learn and masking.learned is not None and values is not None:
+            module, optimizer, scaler = state.masking_parts()
             settings["cmm/lr"] = module_learning_rate(epochs_passed, args)
-            set_learning_rate(state.optimizer_cmm, settings["cmm/lr"])
+            set_learning_rate(optimizer, settings["cmm/lr"])
             with frozen(mae):  # through the backward pass: --grad_checkpointing repeats the forward pass there
                 with autocast(device, amp):
                     error, rows = masking.learned.errors(mae, imgs, values, pred)
                 # Of the global batch: every pair of its images counts, whichever process has them. Gradients flow to
                 # this process's rows alone, so the processes' gradients add up to that of the loss.
-                of_all = [gather_rows(x, equal=True) for x in (values, error, mask)]
-                losses |= masking.learned.losses(*of_all, rows, ask)
+                all_values, all_errors, all_masks = (gather_rows(x, equal=True) for x in (values, error, mask))
+                losses |= masking.learned.losses(all_values, all_errors, all_masks, rows, ask)
                 loss_cmm = losses["cmm/loss"] * get_world_size() / args.accum_iter
-                parameters = masking.module.parameters()
-                state.scaler_cmm(loss_cmm, state.optimizer_cmm, args.clip_grad, parameters, update_grad=update)
+                scaler(loss_cmm, optimizer, args.clip_grad, module.parameters(), update_grad=update)
 
         log.add(i, losses, settings, partial(masking.health, mask, values))
         if update and after_update is not None:

@@ -91,8 +91,7 @@ def measure(
     metrics["edge"] = edge_contrast(edge_scores(imgs, imgs.shape[-1] // grid[1]), mask).item()
     if snapshot is not None:
         metrics["own"] = difficulty(snapshot.model, imgs, mask, noise)
-        if values is not None:
-            mirrored = module_values(snapshot, imgs.flip(-1))
+        if values is not None and (mirrored := module_values(snapshot, imgs.flip(-1))) is not None:
             metrics["mirror"] = mirror_correlation(values, mirrored, grid).item()
     if judge is not None:
         metrics["judge"] = difficulty(judge.model, imgs, mask, noise)
@@ -114,9 +113,8 @@ def grid_of(mask: torch.Tensor, imgs: torch.Tensor) -> tuple[int, int]:
 
 @torch.no_grad()
 def module_values(snapshot: Snapshot, imgs: torch.Tensor) -> torch.Tensor | None:
-    if snapshot.masking.module is None:
-        return None
-    return torch.cat([snapshot.masking.values(part) for part in imgs.split(BLOCK)])
+    module = snapshot.masking.module
+    return None if module is None else torch.cat([module(part) for part in imgs.split(BLOCK)])
 
 
 def measure_run(name: str, paths: list[Path], judge: Snapshot | None, args: Namespace) -> list[Measured]:

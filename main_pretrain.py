@@ -185,6 +185,7 @@ answer_early(__name__, get_args_parser)
 
 import datetime
 import time
+from typing import Any
 
 import torch
 from timm.models.vision_transformer import Block
@@ -193,7 +194,7 @@ from torch import nn
 
 from engine_pretrain import train_one_epoch
 from masking import LearnedMasking, Masking, MaskSettings, find_strategy
-from models_mae import MODELS, Autoencoder, build_mae
+from models_mae import MODELS, Autoencoder, build_mae, grid_size
 from util.datasets import ImageLoader, build_pretrain_loader, count_steps
 from util.misc import (
     NativeScalerWithGradNormCount,
@@ -205,6 +206,7 @@ from util.misc import (
     is_main_process,
     precision,
     with_ddp,
+    without_ddp,
 )
 from util.training.monitor import Monitor
 from util.training.progress import EpochLog, LossGuard, prepare_output, report_epoch, write_log
@@ -293,7 +295,7 @@ def build_module(strategy: LearnedMasking, model: Autoencoder, args: Namespace) 
         raise UserError(f"--cmm_dim {args.cmm_dim}: {error}") from None
 
 
-def with_optimizer(network: nn.Module, lr: float, args: Namespace, device: torch.device) -> tuple:
+def with_optimizer(network: Any, lr: float, args: Namespace, device: torch.device) -> tuple:
     """The network on its device, with an AdamW and a gradient scaler of its own."""
     network.to(device)
     network.set_grad_checkpointing(args.grad_checkpointing)
@@ -310,7 +312,7 @@ def with_optimizer(network: nn.Module, lr: float, args: Namespace, device: torch
 
 def build_masking(state: TrainingState, args: Namespace) -> Masking:
     module = None if state.cmm is None else with_ddp(state.cmm)
-    return Masking(MaskSettings.of(args), tuple(state.model.patch_embed.grid_size), module)
+    return Masking(MaskSettings.of(args), grid_size(state.model), module)
 
 
 def main(args: Namespace) -> None:
@@ -337,7 +339,7 @@ def main(args: Namespace) -> None:
             log = EpochLog(resumed, steps_per_epoch * args.accum_iter, loss_guard, log_writer, args)
             stats = train_one_epoch(model, data_loader, masking, state, epoch, log, args, saver.after_update)
             data_loader.share_bad_images()
-            metrics = monitor.after_epoch(epoch, state.model, masking, log_writer)
+            metrics = monitor.after_epoch(epoch, without_ddp(model), masking, log_writer)
             # The log comes before the checkpoint: what is logged twice can be dropped on resuming, a gap not filled.
             write_log(stats, metrics, epoch, log_writer, args)
             report_epoch(stats, metrics, epoch, (time.monotonic() - start_time) / (epoch + 1 - start.epoch), args)

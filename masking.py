@@ -447,8 +447,10 @@ class Masking:
     @torch.no_grad()
     def choose(self, ask: Ask, values: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         """The masking argument of the autoencoder: `noise` or `visible`."""
-        learned = self.learned is not None and values is not None
-        chosen = self.learned.choose(ask, values) if learned else self.function(ask)
+        if self.learned is not None and values is not None:
+            chosen = self.learned.choose(ask, values)
+        else:
+            chosen = self.function(ask)
         expected = (len(ask.imgs), ask.num_patches)
         if not isinstance(chosen, torch.Tensor) or chosen.shape != expected:
             shape = tuple(chosen.shape) if isinstance(chosen, torch.Tensor) else type(chosen).__name__

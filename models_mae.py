@@ -11,7 +11,7 @@ The autoencoder knows nothing of where a mask comes from: masking.py chooses it,
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn as nn
@@ -342,6 +342,12 @@ def init_linear_and_norm(m: nn.Module) -> None:
     elif isinstance(m, nn.LayerNorm):
         nn.init.ones_(m.weight)
         nn.init.zeros_(m.bias)
+
+
+def grid_size(model: Any) -> tuple[int, int]:
+    """Rows and columns of patches."""
+    height, width = model.patch_embed.grid_size
+    return height, width
 
 
 def check_divisible(img_size: int | tuple[int, int], patch_size: int) -> None:

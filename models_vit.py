@@ -273,8 +273,8 @@ def build_encoder(
     kwargs: dict = dict(in_chans=in_chans, global_pool=global_pool, drop_path_rate=drop_path)
     try:
         if size is not None:
-            check_divisible(tuple(size), SIZES[name][0])
-            kwargs["img_size"] = tuple(size)
+            kwargs["img_size"] = (size[0], size[1])
+            check_divisible(kwargs["img_size"], SIZES[name][0])
         return MODELS[name](num_classes=0, weight_init="skip", **kwargs)
     except ValueError as error:
         raise UserError(f"--model {name} with --input_size: {error}") from None

@@ -10,7 +10,7 @@ from PIL import Image
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from masking import Masking, MaskSettings
-from models_mae import MaskedAutoencoderViT
+from models_mae import MaskedAutoencoderViT, grid_size
 from models_vit import mae_of
 from util import checkpoint as ckpt
 from util.arguments import DEFAULT_DATA_PATH
@@ -79,7 +79,7 @@ def load_snapshot(path: Path, name: str, norm_pix_loss: bool = False, device: to
 def masking_of(checkpoint: dict, model: MaskedAutoencoderViT, source: str) -> Masking:
     """The masks of a checkpoint's run, with the trained module of a learned strategy."""
     settings = MaskSettings.of(ckpt.settings_of(checkpoint))
-    masking = Masking(settings, tuple(model.patch_embed.grid_size))
+    masking = Masking(settings, grid_size(model))
     if masking.learned is not None:
         if "cmm" not in checkpoint:
             raise UserError(f"{source} has no masking module, though it was trained with --masking {settings.masking}")

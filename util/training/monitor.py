@@ -70,8 +70,7 @@ class Monitor:
         random_loss, _, _ = model(imgs, ask.mask_ratio, noise=ask.uniform())
         edges = edge_contrast(edge_scores(imgs, imgs.shape[-1] // masking.grid[1]), mask)
         metrics = {"mask/error_vs_random": (loss / random_loss).item(), "mask/edge": edges.item()}
-        if values is not None:
-            mirrored = masking.unwrapped_values(imgs.flip(-1))
+        if values is not None and (mirrored := masking.unwrapped_values(imgs.flip(-1))) is not None:
             metrics["mask/mirror"] = mirror_correlation(values, mirrored, masking.grid).item()
         return metrics
 

@@ -38,6 +38,12 @@ class TrainingState:
     optimizer_cmm: Optimizer | None = None
     scaler_cmm: NativeScalerWithGradNormCount | None = None
 
+    def masking_parts(self) -> tuple[nn.Module, Optimizer, NativeScalerWithGradNormCount]:
+        """Module, optimizer and scaler of a learned masking strategy."""
+        if self.cmm is None or self.optimizer_cmm is None or self.scaler_cmm is None:
+            raise ValueError("this run's masks are not learned")
+        return self.cmm, self.optimizer_cmm, self.scaler_cmm
+
     def state_dict(self) -> dict[str, dict]:
         return {name: part.state_dict() for name, part in vars(self).items() if part is not None}
 
