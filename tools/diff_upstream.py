@@ -18,6 +18,7 @@ import sys
 import tempfile
 from argparse import Namespace
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -34,15 +35,17 @@ ROOT = Path(__file__).resolve().parent.parent
 MODELS = ("models_mae.py", "models_vit.py")
 TOLERANCE = 1e-5
 
-# Defaults that differ on purpose: (program or "*", flag, default here): reason
+# What differs on purpose: (program or "*", flag, default or choices here): reason
 INTENDED = {
-    ("*", "--device", "cpu"): "the CPU where there is no GPU",
-    ("*", "--data_path", None): "upstream's is a path of one site",
+    ("*", "--device", None): "cuda, or the CPU where there is no GPU",
+    ("*", "--data_path", "data/imagenet"): "upstream's is a path of one site",
     ("main_linprobe.py", "--model", None): "read off the checkpoint",
     ("main_finetune.py", "--model", None): "read off the checkpoint",
     ("main_finetune.py", "--input_size", None): "read off the checkpoint",
     ("main_linprobe.py", "--nb_classes", None): "as many as the data has",
     ("main_finetune.py", "--nb_classes", None): "as many as the data has",
+    ("main_finetune.py", "--remode", ("pixel", "rand", "const")): "timm knows no others",
+    ("main_finetune.py", "--mixup_mode", ("batch", "pair", "elem")): "timm knows no others",
     ("main_pretrain.py", "--blr", 1.5e-4): "the base rate of the published recipe",
     ("main_pretrain.py", "--norm_pix_loss", True): "the published recipe normalises patches",
 }
@@ -112,19 +115,18 @@ def flags_section(upstream: Path) -> Section:
             continue
         found = {}
         for name, flag in theirs.items():
-            default = ours.get(name, flag)["default"]
             if isinstance(flag["default"], source.Expression):
                 section.unchecked.append(f"{program}: the default of {name} is no literal: {flag['default']}")
-                flag["default"] = default
-            found[name] = source.compare_flags(flag, ours.get(name), intended(program, name, default))
+                flag["default"] = ours.get(name, flag)["default"]
+            found[name] = source.compare_flags(flag, ours.get(name), partial(intended, program, name))
         section.add(program, found)
         section.notes.append(f"{program} adds {', '.join(f'`{name}`' for name in ours if name not in theirs)}")
     return section
 
 
-def intended(program: str, flag: str, default: object) -> str | None:
-    """The reason for this default, if it differs on purpose."""
-    keys = [key for key in INTENDED if key[0] in ("*", program) and key[1] == flag and source.equal(key[2], default)]
+def intended(program: str, flag: str, value: object) -> str | None:
+    """The reason for this default, or these choices, if they differ on purpose."""
+    keys = [key for key in INTENDED if key[0] in ("*", program) and key[1] == flag and source.equal(key[2], value)]
     return INTENDED[keys[0]] if keys else None
 
 

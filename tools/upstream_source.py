@@ -4,9 +4,12 @@ import argparse
 import ast
 import builtins
 import inspect
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from inspect import Parameter, Signature
 from pathlib import Path
+from typing import Any
 
 BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 VARIABLE = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
@@ -122,6 +125,14 @@ def read_parser(path: Path) -> argparse.ArgumentParser:
     return parser
 
 
+def type_made_by(convert: Any) -> str:
+    """Of what it makes of a number, because a type with bounds is the same type."""
+    for text in ("1", "0.5"):
+        with suppress(ValueError, argparse.ArgumentTypeError):
+            return type(convert(text)).__name__
+    return repr(convert)
+
+
 def flags_of(parser: argparse.ArgumentParser) -> dict[str, dict]:
     """By option string: what can be compared of a flag."""
     switches = (argparse._StoreTrueAction, argparse.BooleanOptionalAction)  # the latter has a --no- form, too
@@ -129,9 +140,9 @@ def flags_of(parser: argparse.ArgumentParser) -> dict[str, dict]:
         name: {
             "dest": action.dest,
             "action": "switch" if isinstance(action, switches) else type(action).__name__,
-            "type": getattr(action.type or str, "__name__", repr(action.type)),
+            "type": type_made_by(action.type or str),
             "nargs": action.nargs,
-            "choices": action.choices and list(action.choices),
+            "choices": action.choices and tuple(action.choices),
             "required": action.required,
             "default": parser.get_default(action.dest),
         }
@@ -141,20 +152,20 @@ def flags_of(parser: argparse.ArgumentParser) -> dict[str, dict]:
     }
 
 
-def compare_flags(theirs: dict, ours: dict | None, reason: str | None = None) -> tuple[str, str]:
-    """The status of a flag, and what differs. A `reason` allows for another default."""
+def compare_flags(
+    theirs: dict, ours: dict | None, intended: Callable[[object], str | None] = lambda _: None
+) -> tuple[str, str]:
+    """The status of a flag, and what differs. `intended` gives the reason for a default or choices, if there is one."""
     if ours is None:
         return MISSING, ""
     differing = [name for name in theirs if not equal(theirs[name], ours[name])]
+    reasons = [reason for name in differing if (reason := intended(ours[name]))]
     how = "; ".join(f"{name} {theirs[name]!r} upstream, {ours[name]!r} here" for name in differing)
     allowed = {
         "nargs": theirs["nargs"] is None and ours["nargs"] in ("+", "*"),
         "choices": not ours["choices"] or {*(theirs["choices"] or [None])} <= {*ours["choices"]},
         "required": theirs["required"],
-        "default": reason,
     }
-    if not all(allowed.get(name) for name in differing):
+    if not all(allowed.get(name) or intended(ours[name]) for name in differing):
         return CHANGED, how
-    if "default" in differing:
-        return INTENDED, f"{how}: {reason}"
-    return EXTENDED if differing else SAME, how
+    return (INTENDED, f"{how}: {'; '.join(reasons)}") if reasons else (EXTENDED if differing else SAME, how)
