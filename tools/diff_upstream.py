@@ -1,8 +1,7 @@
 """Compare this project with a checkout of facebookresearch/mae, and tell whether what upstream promises is kept.
 
     git clone https://github.com/facebookresearch/mae ../mae
-    python -m tools.diff_upstream ../mae --markdown upstream.md           # shown, and written to a file
-    python -m tools.diff_upstream ../mae --python ../old/bin/python       # upstream's models under its own old timm
+    python -m tools.diff_upstream ../mae [--markdown upstream.md] [--python ../old/bin/python]
 
 A broken promise makes the exit code 1. What could not be compared is reported as not checked and breaks nothing.
 Upstream's files are read, not imported; its models run in a process of their own. Nothing is written to its folder.
@@ -130,9 +129,6 @@ def intended(program: str, flag: str, value: object) -> str | None:
     return INTENDED[keys[0]] if keys else None
 
 
-# --- Found by running the models ---
-
-
 def make_inputs(path: Path) -> None:
     """Weights, images and noise for a tiny MAE."""
     weights, draw = MaskedAutoencoderViT(**mae_probe.TINY).state_dict(), generator("diff_upstream")
@@ -185,9 +181,6 @@ def difference(theirs: np.ndarray, ours: np.ndarray | None) -> float:
     return float(np.abs(theirs.astype(np.float64) - ours).max() / max(np.abs(theirs).max(), 1e-12))
 
 
-# --- The report ---
-
-
 def render(title: str, sections: list[Section]) -> str:
     """Markdown with aligned tables, so that it reads well on a terminal, too."""
     parts = [f"# {title}"]
@@ -237,8 +230,8 @@ def main(args: Namespace) -> None:
     if broken:
         more = f"; and {len(broken) - 3} more" if len(broken) > 3 else ""
         raise PromiseBroken(f"upstream's promises are broken: {'; '.join(broken[:3])}{more}")
-    limit = ", as far as it could be checked" if any(section.unchecked for section in sections) else ""
-    logger.info("everything upstream promises is kept%s", limit)
+    unchecked = any(section.unchecked for section in sections)
+    logger.info("everything upstream promises is kept%s", ", as far as it could be checked" if unchecked else "")
 
 
 if __name__ == "__main__":

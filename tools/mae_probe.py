@@ -39,7 +39,7 @@ def main(tree: str, inputs: str, answer: str, shim: bool) -> None:
         states = {name: getattr(models_mae, name)().state_dict() for name in SIZES}
     shapes = {name: {key: list(each.shape) for key, each in state.items()} for name, state in states.items()}
     found: dict = {"ran": ", ".join(versions + shims), "shapes": shapes}
-    arrays = {}
+    arrays: dict = {}
     try:  # weights of other keys or shapes do not load; which ones, the shapes tell
         arrays = numbers(models_mae, numpy.load(inputs))
     except Exception as error:

@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Any
 
 BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 VARIABLE = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
@@ -114,18 +113,17 @@ def plain(signature: Signature) -> list[Parameter]:
 def read_parser(path: Path) -> argparse.ArgumentParser:
     """What a program's get_args_parser returns, made from the literals in its text."""
     functions = [n for n in ast.walk(ast.parse(path.read_bytes())) if getattr(n, "name", "") == "get_args_parser"]
+    if not functions:
+        raise ValueError("it has no get_args_parser")
     parser = argparse.ArgumentParser(add_help=False)
-    for call in ast.walk(functions[-1]) if functions else []:
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+    for call in ast.walk(functions[-1]):
+        if isinstance(call, ast.Call) and getattr(call.func, "attr", "") in ("add_argument", "set_defaults"):
             said = {str(keyword.arg): value(keyword.value) for keyword in call.keywords if keyword.arg != "help"}
-            if call.func.attr in ("add_argument", "set_defaults"):
-                getattr(parser, call.func.attr)(*map(value, call.args), **said)
-    if not parser._actions:
-        raise ValueError("no get_args_parser with flags")
+            getattr(parser, getattr(call.func, "attr", ""))(*map(value, call.args), **said)
     return parser
 
 
-def type_made_by(convert: Any) -> str:
+def type_made_by(convert) -> str:
     """Of what it makes of a number, because a type with bounds is the same type."""
     for text in ("1", "0.5"):
         with suppress(ValueError, argparse.ArgumentTypeError):
@@ -152,9 +150,7 @@ def flags_of(parser: argparse.ArgumentParser) -> dict[str, dict]:
     }
 
 
-def compare_flags(
-    theirs: dict, ours: dict | None, intended: Callable[[object], str | None] = lambda _: None
-) -> tuple[str, str]:
+def compare_flags(theirs: dict, ours: dict | None, intended: Callable[[object], str | None]) -> tuple[str, str]:
     """The status of a flag, and what differs. `intended` gives the reason for a default or choices, if there is one."""
     if ours is None:
         return MISSING, ""

@@ -145,4 +145,4 @@ def test_a_flag_is_same_extended_or_changed(tmp_path, case):
     for text in FLAGS[case][:2]:
         (tmp_path / "main.py").write_text(f"def get_args_parser():\n    parser.add_argument({text})\n")
         both.append(flags_of(read_parser(tmp_path / "main.py")))
-    assert compare_flags(both[0]["--x"], both[1].get("--x"))[0] == FLAGS[case][2]
+    assert compare_flags(both[0]["--x"], both[1].get("--x"), lambda value: None)[0] == FLAGS[case][2]
