@@ -1,78 +1,53 @@
 """Compare this project with a checkout of facebookresearch/mae, and tell whether what upstream promises is kept.
 
     git clone https://github.com/facebookresearch/mae ../mae
-    python -m tools.diff_upstream ../mae                                  # text on standard output
-    python -m tools.diff_upstream ../mae --markdown upstream.md           # the same as Markdown, too
-    python -m tools.diff_upstream ../mae --python ../old/bin/python       # upstream's side under its own old timm
+    python -m tools.diff_upstream ../mae [--markdown upstream.md] [--python ../old/bin/python]
 
-Upstream promises its users
-    files       models_mae.py, models_vit.py and every main_*.py are there;
-    names       all classes, constructors, methods, functions and aliases of models_mae.py and models_vit.py take the
-                calls that they took, with the same meaning: further parameters have defaults;
-    flags       every flag of main_*.py has its meaning and default, but for the EXCEPTIONS below;
-    state dict  the keys and shapes of the three model sizes, so that checkpoints can be exchanged;
-    numbers     same weights, images and noise give the same loss, prediction, mask and gradients, within 1e-5 of the
-                largest value of each.
-A broken promise makes the exit code 1. What could not be compared is reported as not checked, and breaks nothing:
-upstream pins an old timm, and may not run beside a new one. Helpers in util/ and the inside of engines, programs and
-submitit files are reported, but not promised. A name counts as present where a module imports it; methods are looked up
-in their class alone, not in its bases.
-
-Upstream's files are read, not imported; its models run in a process of their own. Nothing is written into its folder.
+A broken promise makes the exit code 1. What could not be compared is reported as not checked and breaks nothing.
+Upstream's files are read, not imported; its models run in a process of their own. Nothing is written to its folder.
 """
 
+import ast
 import importlib
+import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from argparse import Namespace
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-from tools.report import Section, Table, as_markdown, as_text
-from tools.upstream_models import ask, ask_upstream, make_inputs, numbers_section, shapes_section
-from tools.upstream_source import (
-    CHANGED,
-    EXTENDED,
-    MISSING,
-    SAME,
-    Expression,
-    Flag,
-    compare_flags,
-    compare_symbols,
-    equal,
-    lookup,
-    parser_flags,
-    read_flags,
-    read_symbols,
-    tree_files,
-)
+import numpy as np
+import torch
+
+from models_mae import MaskedAutoencoderViT
+from tools import mae_probe
+from tools import upstream_source as source
+from tools.upstream_source import CHANGED, MISSING, SAME
 from util.cli import ArgumentParser, UserError, logger, run
+from util.misc import generator
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = ("models_mae.py", "models_vit.py")
-EVALUATIONS = ("main_linprobe.py", "main_finetune.py")
+TOLERANCE = 1e-5
 
-
-@dataclass(frozen=True)
-class Deliberate:
-    """A flag whose default differs on purpose."""
-
-    flag: str
-    programs: tuple[str, ...] | None  # None: all
-    defaults: tuple  # those it may have here
-    reason: str
-
-
-EXCEPTIONS = (
-    Deliberate("--device", None, ("cuda", "cpu"), "the cpu where there is no GPU"),
-    Deliberate("--data_path", None, (None,), "a path of one site is nobody else's default"),
-    Deliberate("--model", EVALUATIONS, (None,), "read off the checkpoint"),
-    Deliberate("--input_size", ("main_finetune.py",), (None,), "read off the checkpoint"),
-    Deliberate("--nb_classes", EVALUATIONS, (None,), "as many as the data has"),
-)
+# What differs on purpose: (program or "*", flag, default or choices here): reason
+INTENDED = {
+    ("*", "--device", None): "cuda, or the CPU where there is no GPU",
+    ("*", "--data_path", "data/imagenet"): "upstream's is a path of one site",
+    ("main_linprobe.py", "--model", None): "read off the checkpoint",
+    ("main_finetune.py", "--model", None): "read off the checkpoint",
+    ("main_finetune.py", "--input_size", None): "read off the checkpoint",
+    ("main_linprobe.py", "--nb_classes", None): "as many as the data has",
+    ("main_finetune.py", "--nb_classes", None): "as many as the data has",
+    ("main_finetune.py", "--remode", ("pixel", "rand", "const")): "timm knows no others",
+    ("main_finetune.py", "--mixup_mode", ("batch", "pair", "elem")): "timm knows no others",
+    ("main_pretrain.py", "--blr", 1.5e-4): "the base rate of the published recipe",
+    ("main_pretrain.py", "--norm_pix_loss", True): "the published recipe normalises patches",
+}
 
 
 class PromiseBroken(UserError):
@@ -81,203 +56,176 @@ class PromiseBroken(UserError):
     exit_code = 1
 
 
-# --- (1) Files ---
+@dataclass
+class Section:
+    promise: str
+    rows: list[list[str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)  # a phrase for each breach of the promise
+    unchecked: list[str] = field(default_factory=list)  # what could not be compared, and why
+
+    @property
+    def verdict(self) -> str:
+        return "BROKEN" if self.broken else "not checked" if self.unchecked else "kept"
+
+    def add(self, where: str, found: dict[str, tuple[str, str]], promised: bool = True) -> None:
+        """The status of each thing that was compared, and what differs."""
+        self.notes.append(f"{where}: {sum(how[0] == SAME for how in found.values())} of {len(found)} are the same")
+        self.rows += [[f"`{where}`", f"`{name}`", *how] for name, how in found.items() if how != (SAME, "")]
+        for name, (status, how) in found.items():
+            if promised and status in (CHANGED, MISSING):
+                self.broken.append(f"{where}: {name} is {status}" + (f": {how}" if how else ""))
 
 
-def is_program(file: str) -> bool:
-    return file.startswith("main_") and file.endswith(".py") and "/" not in file
+def python_files(root: Path) -> list[str]:
+    return sorted(p.relative_to(root).as_posix() for pattern in ("*.py", "util/**/*.py") for p in root.glob(pattern))
 
 
-def files_section(upstream: Path) -> Section:
-    theirs, ours = tree_files(upstream), tree_files(ROOT)
-    same = sorted(theirs & ours)
-    section = Section(
-        "Files",
-        "models_mae.py, models_vit.py and every main_*.py of upstream exist here.",
-        notes=['Compared by name: "same" is a file of that name in both trees, whatever is in it.'],
-        lists={"same": same, "only there": sorted(theirs - ours), "only here": sorted(ours - theirs)},
-    )
-    section.lists["byte for byte the same"] = [
-        name for name in same if (ROOT / name).read_bytes() == (upstream / name).read_bytes()
-    ]
-    promised = [name for name in sorted(theirs - ours) if name in MODELS or is_program(name)]
-    section.broken = [f"{name} is missing here" for name in promised]
-    return section
+def module_of(file: str):
+    return importlib.import_module(file.removesuffix(".py").replace("/", "."))
 
 
-# --- (2) Names and signatures ---
-
-
-def by_status(found: dict[str, tuple[str, str]], statuses: tuple[str, ...]) -> dict[str, list[str]]:
-    return {status: [name for name in found if found[name][0] == status] for status in statuses}
-
-
-def numbers(lists: list[list[str]]) -> list[str]:
-    return [str(len(each)) for each in lists]
-
-
-def names_section(upstream: Path, common: list[str]) -> Section:
-    section = Section(
-        "Names and signatures",
-        "every call of a name in models_mae.py and models_vit.py that is valid upstream is valid here.",
-        notes=[
-            "Of each Python file in both trees: functions, classes, methods and aliases; annotations do not matter. "
-            '"extended": takes every call that upstream takes, and more. Other files than the two are reported only.'
-        ],
-    )
-    counts, differing = [], []
-    for file in (name for name in common if name.endswith(".py")):
+def names_section(upstream: Path) -> Section:
+    section = Section("Every call of models_mae.py and models_vit.py that is valid upstream is valid here")
+    theirs, ours = python_files(upstream), python_files(ROOT)
+    section.notes = ['"extended" takes every call that upstream takes, and more. Other files are for information.']
+    for where, some, others in (("upstream", theirs, ours), ("here", ours, theirs)):
+        section.notes.append(f"files only {where}: {', '.join(file for file in some if file not in others)}")
+    section.broken = [f"{f} is missing" for f in theirs if f not in ours and (f in MODELS or f.startswith("main_"))]
+    for file in (file for file in theirs if file in ours):
         try:
-            theirs, ours = read_symbols(upstream / file), read_symbols(ROOT / file)
-        except (SyntaxError, ValueError) as error:
-            # `unchecked` is about the promise; the other files are reported only.
-            unread = section.unchecked if file in MODELS else section.notes
-            unread.append(f"{file} could not be read: {type(error).__name__}: {error}")
-            continue
-        theirs = {name: symbol for name, symbol in theirs.items() if symbol.kind != "import"}
-        added = [name for name, symbol in ours.items() if symbol.kind != "import" and name not in theirs]
-        found = {name: compare_symbols(symbol, lookup(ROOT, file, name)) for name, symbol in theirs.items()}
-        of = by_status(found, (SAME, EXTENDED, CHANGED, MISSING))
-        counts.append([file, "yes" if file in MODELS else "no", *numbers([*of.values(), added])])
-        differing += [[file, name, status, how] for name, (status, how) in found.items() if how]
-        section.lists[f"missing in {file}"] = of[MISSING]
-        section.lists[f"added in {file}"] = added
-        if file in MODELS:
-            section.broken += [f"{file}: {name} is missing here" for name in of[MISSING]]
-            section.broken += [f"{file}: {name} is changed: {found[name][1]}" for name in of[CHANGED]]
-    section.tables = [
-        Table(["file", "promised", SAME, EXTENDED, CHANGED, MISSING, "added"], counts),
-        Table(["file", "name", "status", "what differs"], differing),
-    ]
-    return section
-
-
-# --- (3) Flags ---
-
-
-def excepted(program: str, flag: Flag) -> str | None:
-    """Why this flag's default may be what it is, if it may."""
-    for exception in EXCEPTIONS:
-        meant = exception.flag == flag.name and program in (exception.programs or [program])
-        if meant and any(equal(flag.default, default) for default in exception.defaults):
-            return exception.reason
-    return None
-
-
-def compare_flag(program: str, theirs: Flag, ours: Flag | None) -> tuple[str, str]:
-    status, how = compare_flags(theirs, ours)
-    if ours is None or isinstance(theirs.default, Expression) or equal(theirs.default, ours.default):
-        return status, how
-    defaults = f"default {theirs.default!r} upstream, {ours.default!r} here"
-    reason = excepted(program, ours)
-    if reason is None:
-        return CHANGED, "; ".join(filter(None, [how, defaults]))
-    return (CHANGED if status == CHANGED else "exception"), "; ".join(filter(None, [how, f"{defaults}: {reason}"]))
-
-
-def flags_section(upstream: Path, theirs: list[str], ours: list[str]) -> Section:
-    section = Section(
-        "Flags",
-        "of each main_*.py in both trees, every flag of upstream is here with its default, but for the exceptions.",
-        notes=['"extended": takes what upstream takes, and more. "exception": another default, on purpose.'],
-    )
-    statuses = (SAME, EXTENDED, "exception", CHANGED, MISSING)
-    counts, differing = [], []
-    for program in (name for name in theirs if name in ours):
-        try:
-            their_flags = read_flags(upstream / program)
-            flags = parser_flags(importlib.import_module(program.removesuffix(".py")).get_args_parser())
+            names, module = source.read_names(ast.parse((upstream / file).read_bytes())), module_of(file)
         except (SyntaxError, ValueError, ImportError) as error:
-            section.unchecked.append(f"{program} could not be read: {type(error).__name__}: {error}")
+            (section.unchecked if file in MODELS else section.notes).append(f"{file} could not be read: {error!r}")
             continue
-        if their_flags is None:
-            section.unchecked.append(f"{program} has no get_args_parser upstream")
-            continue
-        section.unchecked += [
-            f"{program}: the default of {name} upstream is no literal: {flag.default}"
-            for name, flag in their_flags.items()
-            if isinstance(flag.default, Expression)
-        ]
-        found = {name: compare_flag(program, flag, flags.get(name)) for name, flag in their_flags.items()}
-        of = by_status(found, statuses)
-        added = [name for name in flags if name not in their_flags]
-        counts.append([program, *numbers([*of.values(), added])])
-        differing += [[program, name, status, how] for name, (status, how) in found.items() if status != SAME]
-        section.lists[f"added in {program}"] = added
-        section.broken += [f"{program}: {name} is missing here" for name in of[MISSING]]
-        section.broken += [f"{program}: {name} is changed: {found[name][1]}" for name in of[CHANGED]]
-    exceptions = [
-        [each.flag, ", ".join(each.programs or ["all"]), " or ".join(map(repr, each.defaults)), each.reason]
-        for each in EXCEPTIONS
-    ]
-    section.lists["programs only there"] = [program for program in theirs if program not in ours]
-    section.lists["programs only here"] = [program for program in ours if program not in theirs]
-    section.tables = [
-        Table(["program", *statuses, "added"], counts),
-        Table(["program", "flag", "status", "what differs"], differing),
-        Table(["exception", "programs", "default here", "reason"], exceptions),
-    ]
+        found = {name: source.compare_name(module, name, signature) for name, signature in names.items()}
+        section.add(file, found, promised=file in MODELS)
     return section
 
 
-# --- The report ---
+def flags_section(upstream: Path) -> Section:
+    section = Section("Every flag of upstream's main_*.py is here with its meaning and default, except where intended")
+    for program in sorted(path.name for path in upstream.glob("main_*.py") if (ROOT / path.name).is_file()):
+        try:
+            theirs = source.flags_of(source.read_parser(upstream / program))
+            ours = source.flags_of(module_of(program).get_args_parser())
+        except (SyntaxError, ValueError, TypeError, ImportError) as error:
+            section.unchecked.append(f"{program} could not be read: {error!r}")
+            continue
+        found = {}
+        for name, flag in theirs.items():
+            if isinstance(flag["default"], source.Expression):
+                section.unchecked.append(f"{program}: the default of {name} is no literal: {flag['default']}")
+                flag["default"] = ours.get(name, flag)["default"]
+            found[name] = source.compare_flags(flag, ours.get(name), partial(intended, program, name))
+        section.add(program, found)
+        section.notes.append(f"{program} adds {', '.join(f'`{name}`' for name in ours if name not in theirs)}")
+    return section
+
+
+def intended(program: str, flag: str, value: object) -> str | None:
+    """The reason for this default, or these choices, if they differ on purpose."""
+    keys = [key for key in INTENDED if key[0] in ("*", program) and key[1] == flag and source.equal(key[2], value)]
+    return INTENDED[keys[0]] if keys else None
+
+
+def make_inputs(path: Path) -> None:
+    """Weights, images and noise for a tiny MAE."""
+    weights, draw = MaskedAutoencoderViT(**mae_probe.TINY).state_dict(), generator("diff_upstream")
+    inputs = {f"weights/{key}": 0.2 * torch.randn(w.shape, generator=draw) for key, w in weights.items()}
+    inputs |= {"imgs": torch.randn(4, 3, 32, 32, generator=draw), "noise": torch.rand(4, 16, generator=draw)}
+    arrays: dict = {name: tensor.numpy() for name, tensor in inputs.items()}
+    np.savez(path, **arrays)
+
+
+def ask(tree: Path, inputs: Path, python: str, timeout: float) -> dict:
+    """Run mae_probe.py on a tree: "shapes", "arrays", "versions" and "shims", or the "error" that prevented it."""
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder, "answer.npz")
+        command = [python, "-B", mae_probe.__file__, str(tree), str(inputs), str(answer)]  # -B: leave no compiled files
+        command += ["--shim"] if tree != ROOT else []
+        try:
+            process = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=timeout)
+        except subprocess.TimeoutExpired:
+            return {"error": f"no answer within {timeout:g} seconds"}
+        if not answer.is_file():
+            return {"error": (process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1]}
+        with np.load(answer) as arrays:
+            found = json.loads(str(arrays["found"]))
+            return found | {"arrays": {name: arrays[name] for name in arrays.files if name != "found"}}
+
+
+def models_section(theirs: dict, ours: dict) -> Section:
+    section = Section(f"State dicts have upstream's keys and shapes, and numbers agree within {TOLERANCE:g}")
+    for where, answer, failures in (("upstream", theirs, section.unchecked), ("here", ours, section.broken)):
+        section.notes.append(f"{where}: {answer.get('ran', 'nothing')}")
+        failures += [f"the models do not run {where}: {answer['error']}"] if "error" in answer else []
+    found = {}
+    for size, their in theirs.get("shapes", {}).items():
+        our = ours.get("shapes", {}).get(size, {})
+        keys = [f"{key} {their.get(key)} and {our.get(key)}" for key in their | our if their.get(key) != our.get(key)]
+        found[size] = (CHANGED if keys else SAME, f"{len(keys)} of {len(their)} keys differ" + ", ".join(["", *keys]))
+    section.add("state dict", found)
+    worst: dict[str, tuple[float, str]] = {}
+    for name, array in theirs.get("arrays", {}).items():
+        quantity, largest = " ".join(name.split("/")[:2]), difference(array, ours.get("arrays", {}).get(name))
+        worst[quantity] = max(worst.get(quantity, (-1.0, "")), (largest, f"by {largest:.1e} in {name}"))
+    section.add("numbers", {name: (CHANGED if far > TOLERANCE else SAME, how) for name, (far, how) in worst.items()})
+    return section
+
+
+def difference(theirs: np.ndarray, ours: np.ndarray | None) -> float:
+    """The largest, as a share of upstream's largest value. What is not finite, or has another shape, is infinite."""
+    if ours is None or theirs.shape != ours.shape or not (np.isfinite(theirs) & np.isfinite(ours)).all():
+        return np.inf
+    return float(np.abs(theirs.astype(np.float64) - ours).max() / max(np.abs(theirs).max(), 1e-12))
+
+
+def render(title: str, sections: list[Section]) -> str:
+    """Markdown with aligned tables, so that it reads well on a terminal, too."""
+    parts = [f"# {title}"]
+    for section in sections:
+        items = [f"broken: {phrase}" for phrase in section.broken]
+        items += [f"not checked: {phrase}" for phrase in section.unchecked] + section.notes
+        parts += [f"## {section.promise}: {section.verdict}", "\n".join(f"- {item}" for item in items)]
+        rows = [["where", "what", "status", "what differs"], *section.rows]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        rows.insert(1, ["-" * width for width in widths])
+        lines = [" | ".join(map(str.ljust, row, widths)) for row in rows]
+        parts.append("\n".join(f"| {line} |" for line in lines))
+    return "\n\n".join(parts) + "\n"
 
 
 def get_args_parser() -> ArgumentParser:
-    parser = ArgumentParser("python -m tools.diff_upstream", description=__doc__.split("\n")[0])
+    parser = ArgumentParser("python -m tools.diff_upstream", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("upstream", metavar="PATH_TO_MAE_CHECKOUT", help="a checkout of facebookresearch/mae")
     parser.add_argument("--markdown", default=None, metavar="FILE", help="write the report as Markdown, too")
-    parser.add_argument(
-        "--python",
-        default=None,
-        metavar="INTERPRETER",
-        help="runs upstream's models, such as beside old timm; default: the one that runs this",
-    )
+    text = "runs upstream's models, such as beside old timm; default: the one that runs this"
+    parser.add_argument("--python", default=None, metavar="INTERPRETER", help=text)
     parser.add_argument("--timeout", default=600, type=float, help="seconds that the models of each tree may take")
     return parser
 
 
-def compare(upstream: Path, python: str, timeout: float) -> list[Section]:
-    files = files_section(upstream)
-    theirs = sorted([*files.lists["same"], *files.lists["only there"]])
-    ours = sorted([*files.lists["same"], *files.lists["only here"]])
-    with tempfile.TemporaryDirectory() as folder:
-        inputs = Path(folder, "inputs.npz")
-        make_inputs(inputs)
-        with ThreadPoolExecutor(1) as beside:  # most of it is two processes that import torch
-            promised = beside.submit(ask_upstream, upstream, inputs, python, timeout)
-            our_answer = ask(ROOT, inputs, sys.executable, timeout)
-            their_answer = promised.result()
-    return [
-        files,
-        names_section(upstream, files.lists["same"]),
-        flags_section(upstream, list(filter(is_program, theirs)), list(filter(is_program, ours))),
-        shapes_section(their_answer, our_answer),
-        numbers_section(their_answer, our_answer),
-    ]
-
-
 def main(args: Namespace) -> None:
     upstream = Path(args.upstream).resolve()
-    if not upstream.is_dir():
-        raise UserError(f"{args.upstream} is not a folder; name a checkout of facebookresearch/mae")
     if not (upstream / "models_mae.py").is_file():
         raise UserError(f"{args.upstream} has no models_mae.py; name a checkout of facebookresearch/mae")
     python = shutil.which(args.python or sys.executable)
     if python is None:
         raise UserError(f"--python {args.python} is not a program; name a Python interpreter")
-    if args.markdown is not None and not Path(args.markdown).resolve().parent.is_dir():
-        raise UserError(f"--markdown {args.markdown}: {Path(args.markdown).parent} is not a folder")
     if args.timeout <= 0:
         raise UserError(f"--timeout {args.timeout:g} must be above 0")
-    sections = compare(upstream, os.path.abspath(python), args.timeout)
-    title = f"This project and upstream in {args.upstream}"
-    logger.info("%s\n", as_text(title, sections))
+    if args.markdown is not None and not Path(args.markdown).resolve().parent.is_dir():
+        raise UserError(f"--markdown {args.markdown}: {Path(args.markdown).parent} is not a folder")
+    with tempfile.TemporaryDirectory() as folder:
+        make_inputs(inputs := Path(folder, "inputs.npz"))
+        theirs = ask(upstream, inputs, os.path.abspath(python), args.timeout)
+        ours = ask(ROOT, inputs, sys.executable, args.timeout)
+    sections = [names_section(upstream), flags_section(upstream), models_section(theirs, ours)]
+    report = render(f"This project and upstream in {args.upstream}", sections)
+    logger.info("%s", report)
     if args.markdown is not None:
-        try:
-            Path(args.markdown).write_text(as_markdown(title, sections), encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"--markdown {args.markdown} cannot be written: {error.strerror}") from None
+        Path(args.markdown).write_text(report, encoding="utf-8")
     broken = [phrase for section in sections for phrase in section.broken]
     if broken:
         more = f"; and {len(broken) - 3} more" if len(broken) > 3 else ""

@@ -19,7 +19,7 @@ import timm
 
 from models_mae import MaskedAutoencoderViT
 from models_vit import SIZES, VisionTransformer, encoder_of, encoder_weights, infer_model, mae_of, resolve_checkpoint
-from tools.huggingface import Model, hf_config, hf_weights
+from tools.huggingface import Model, hf_config, hf_weights, image_size
 from util.checkpoint import (
     SAFETENSORS,
     args_in,
@@ -38,7 +38,7 @@ SUFFIXES = {"timm": SAFETENSORS, "hf": "", "upstream": ".pth", "safetensors": SA
 
 
 def get_args_parser() -> ArgumentParser:
-    parser = ArgumentParser("tools.export", description=__doc__.split("\n")[0])
+    parser = ArgumentParser("tools.export", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="of MAE or CL-MAE, or a run's folder")
     parser.add_argument("--format", required=True, choices=SUFFIXES, help="who shall load it")
     parser.add_argument("--output", default=None, help="file or, for hf, folder; default: beside the checkpoint")
@@ -121,7 +121,7 @@ def model_of(checkpoint: dict, source: str, args: Namespace) -> Model:
     if "mask_token" not in checkpoint.get("model", checkpoint):
         raise UserError(f"{source} has no decoder, which --format {args.format} includes; add --encoder_only")
     model = mae_of(checkpoint, source)
-    height, width = model.patch_embed.img_size
+    height, width = image_size(model)
     if args.format == "hf" and height != width:
         raise UserError(
             f"--format hf: ViTMAEForPreTraining takes square images only, and {source} was trained on {height}x{width} "
@@ -142,7 +142,7 @@ def describe(checkpoint: dict, model: Model) -> dict[str, str]:
     own = {
         "format": "pt",  # transformers refuses files that do not say so
         "model": ("mae_" if whole else "") + name_of(model),
-        "input_size": list(model.patch_embed.img_size),
+        "input_size": list(image_size(model)),
     }
     return {name: as_text(value) for name, value in (known | own).items() if value is not None}
 
@@ -165,7 +165,14 @@ def training(checkpoint: dict) -> dict[str, object]:
 def method(args: dict) -> str | None:
     if "mask_ratio" not in args:  # no pretraining's
         return None
-    return "CL-MAE" if args.get("masking") == "curriculum" else "MAE"  # upstream has no flag for it
+    masking = args.get("masking", "random")  # upstream has no flag for it
+    return {"random": "MAE", "curriculum": "CL-MAE"}.get(masking, f"MAE with {masking_name(masking)} masks")
+
+
+def masking_name(masking: str) -> str:
+    """Of a strategy in a file of one's own: the file's folder is nobody's business, either."""
+    path, _, name = masking.rpartition(":")
+    return f"{PurePath(path).name}:{name}" if path else name
 
 
 def data_name(args: dict) -> str | None:
@@ -219,11 +226,11 @@ def write_timm(output: Path, model: VisionTransformer, metadata: dict[str, str])
 def timm_model(model: VisionTransformer) -> tuple[str, dict]:
     """timm's name for it, and the keyword arguments that make up the differences."""
     own, known = name_of(model), f"{name_of(model)}_224"
-    kwargs = {"num_classes": 0}
+    kwargs: dict[str, object] = {"num_classes": 0}
     if not timm.is_model(known):
         known = "vit_base_patch16_224"
         kwargs |= dict(zip(("patch_size", "embed_dim", "depth", "num_heads"), SIZES[own], strict=True))
-    height, width = model.patch_embed.img_size
+    height, width = image_size(model)
     if (height, width) != (224, 224):
         kwargs["img_size"] = height if height == width else (height, width)
     if (in_chans := model.patch_embed.proj.in_channels) != 3:
@@ -234,13 +241,13 @@ def timm_model(model: VisionTransformer) -> tuple[str, dict]:
 
 
 def write_upstream(output: Path, model: Model, metadata: dict[str, str]) -> list[str]:
-    size = model.patch_embed.img_size
+    size = image_size(model)
     # Upstream knows square images only, and its released files hold weights alone. No weight tells another shape.
     args = {} if size[0] == size[1] else {"args": {"input_size": list(size)}}
     save_checkpoint(output, {"model": model.state_dict()} | args)
     whole = isinstance(model, MaskedAutoencoderViT)
     module, variable = ("models_mae", "mae") if whole else ("models_vit", "encoder")
-    kwargs = {} if whole else {"num_classes": 0}
+    kwargs: dict[str, object] = {} if whole else {"num_classes": 0}
     kwargs |= {"norm_pix_loss": True} if whole and model.norm_pix_loss else {}
     kwargs["img_size"] = size[0] if size[0] == size[1] else size
     kwargs |= {} if (in_chans := model.patch_embed.proj.in_channels) == 3 else {"in_chans": in_chans}
@@ -307,7 +314,7 @@ def name_of(model: Model) -> str:
 
 
 def images_of(model: Model) -> str:
-    return f"images [N, {model.patch_embed.proj.in_channels}, {', '.join(map(str, model.patch_embed.img_size))}]"
+    return f"images [N, {model.patch_embed.proj.in_channels}, {', '.join(map(str, image_size(model)))}]"
 
 
 def quoted(value: object) -> str:

@@ -19,7 +19,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
 
 
 def get_args_parser() -> ArgumentParser:
-    parser = ArgumentParser("python -m tools.flags", description=__doc__.split("\n")[0])
+    parser = ArgumentParser("python -m tools.flags", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--output", default=str(PAGE), help="file to write")
     return parser
 
@@ -35,7 +35,7 @@ def reference() -> str:
         program = importlib.import_module(name)
         parts += [
             f"## {name if '.' in name else name + '.py'}",
-            program.__doc__.split("\n")[0],
+            (program.__doc__ or "").split("\n")[0],
             *tables(program.get_args_parser()),
         ]
     job = ArgumentParser("job")
@@ -51,7 +51,7 @@ def tables(parser: ArgumentParser) -> list[str]:
     for group in parser._action_groups:
         flags = [action for action in group._group_actions if not isinstance(action, argparse._HelpAction)]
         if flags:
-            title = {"options": "other", "positional arguments": "arguments"}.get(group.title, group.title)
+            title = {"options": "other", "positional arguments": "arguments"}.get(group.title or "", group.title)
             head = [f"**{title}**", "", "| flag | default | meaning |", "|---|---|---|"]
             texts.append("\n".join([*head, *map(row, flags)]))
     return texts
@@ -67,8 +67,6 @@ def row(action: argparse.Action) -> str:
 
 
 def shown_default(action: argparse.Action) -> str:
-    if action.dest == "device" and "cuda" in action.help:
-        return "`cuda`, or `cpu`"  # as the machine has it: the page is the same on all
     if action.nargs == 0 or action.default in (None, "", []) or not action.option_strings:
         return ""
     value = action.default

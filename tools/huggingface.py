@@ -5,6 +5,7 @@ The names are those of the files on the Hugging Face hub and of transformers 4.x
 """
 
 import re
+from typing import Any
 
 import torch
 
@@ -31,6 +32,11 @@ HF_ENCODER = {
 }
 
 
+def image_size(model: Model) -> tuple[int, int]:
+    height, width = model.patch_embed.img_size  # pyright: ignore[reportGeneralTypeIssues] (timm's type allows one number)
+    return height, width
+
+
 def hf_weights(model: Model) -> dict[str, torch.Tensor]:
     """model.safetensors of ViTMAEForPreTraining or, of an encoder alone, of ViTModel."""
     encoder = "vit." if isinstance(model, MaskedAutoencoderViT) else ""
@@ -53,7 +59,7 @@ def hf_names(key: str, encoder: str) -> list[str]:
 
 def hf_config(model: Model, mask_ratio: float) -> dict:
     """config.json. It tells the two models apart, and the numbers of heads, which no weight does."""
-    height, width = model.patch_embed.img_size
+    height, width = image_size(model)
     patch_size = model.patch_embed.patch_size[0]
     config = {
         "architectures": ["ViTModel"],
@@ -79,7 +85,7 @@ def hf_config(model: Model, mask_ratio: float) -> dict:
     }
 
 
-def hf_sizes(blocks: torch.nn.Sequential | torch.nn.ModuleList) -> dict[str, int]:
+def hf_sizes(blocks: Any) -> dict[str, int]:
     return {
         "hidden_size": blocks[0].mlp.fc1.in_features,
         "num_hidden_layers": len(blocks),

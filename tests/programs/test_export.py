@@ -274,6 +274,15 @@ def test_folders_are_named_not_located():
     assert name({"data_set": "cifar10", "data_path": "/somewhere/else"}) == "cifar10"
 
 
+def test_the_method_is_named_after_the_masks():
+    name = tools.export.method
+    assert name({"mask_ratio": 0.75}) == name({"mask_ratio": 0.75, "masking": "random"}) == "MAE"
+    assert name({"mask_ratio": 0.75, "masking": "curriculum"}) == "CL-MAE"
+    assert name({"mask_ratio": 0.75, "masking": "block"}) == "MAE with block masks"
+    assert name({"mask_ratio": 0.75, "masking": "/secret/mine.py:stripes"}) == "MAE with mine.py:stripes masks"
+    assert name({"masking": "block"}) is None, "not of pretraining"
+
+
 def test_safetensors_load_as_any_checkpoint_does(export, micro, tmp_path):
     lines = export(micro.path, "--format", "safetensors")
     noise = torch.rand(2, 64)
