@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# The first ten minutes: pretrain MAE and CL-MAE alike, judge both, compare them, and draw what the masks did.
+# The first minutes: pretrain an MAE with random masks, with CL-MAE's and with predictive ones, evaluate and compare the
+# encoders, and draw what the masks did.
 #
 #   make demo                       on built-in images of striped shapes
 #   DATA=path/to/images make demo   on your own: DATA/train/CLASS/* with DATA/val, DATA/CLASS/*, or just image files
 #
-# Every step is a command that you could type yourself. A second run goes on where the first stopped, and repeats nothing.
+# Every step is a command that you could type yourself. A second run continues where the first stopped.
 set -euo pipefail
 cd "$(dirname "$0")"
 python=${1:-python}
@@ -25,7 +26,7 @@ if [ -n "${DATA:-}" ]; then
         if [ "$images" -ge 10 ] && [ -n "$(find -L "$train" -mindepth 2 -type f -print -quit)" ]; then
             data+=(--split 0.8)                            # class folders: a fifth of each is for testing
         else
-            labels=no                                      # just files, or hardly any: there is nothing to judge by
+            labels=no                                      # just files, or hardly any: nothing to evaluate with
         fi
     fi
     batch=$((images < 80 ? (images + 2) / 3 : 64))         # few images: still a few steps per epoch
@@ -45,38 +46,45 @@ evaluate() {  # PROGRAM RUN FLAGS...: once; an evaluation that the data does not
 }
 
 pretrain=(
-    --model mae_vit_micro_patch4 --input_size 32 --norm_pix_loss             # a ViT of 0.3 M parameters on 32 px images
+    --model mae_vit_micro_patch4 --input_size 32                             # a ViT of 0.3 M parameters on 32 px images
     "${data[@]}" --num_workers 1
     --epochs "$epochs" --warmup_epochs 1 --batch_size "$batch" --blr 4e-3    # minutes, not days
     --save_every $(((epochs + 7) / 8)) --resume auto
 )
-# The paper's curriculum ends at -0.1 and has --lambda_gauss 10, for hundreds of epochs. A run of minutes has to turn faster.
-curriculum=(--masking curriculum --lambda_cl_end -1 --lambda_gauss 1)
+# The module learns from every second batch, and of that from a quarter of the images: half the time.
+names=(MAE CL-MAE predictive)
+curriculum=(--masking curriculum --soft attention --cmm_every 2 --cmm_fraction 0.25)
 
-say "1/5  MAE. Random masks hide three quarters of each image, and the autoencoder learns to fill them in."
+say "1/6  MAE. Random masks hide three quarters of each image, and the autoencoder learns to fill them in."
 program main_pretrain.py "${pretrain[@]}" --masking random --output_dir "$out/mae"
 
-say "2/5  CL-MAE. The same, but a second network chooses what to hide: first what is easy, at the end what is hard."
+say "2/6  CL-MAE. The same, but a second network chooses the masks: first easy ones, at the end hard ones."
 program main_pretrain.py "${pretrain[@]}" "${curriculum[@]}" --output_dir "$out/clmae"
 
+say "3/6  Predictive CL-MAE. A small network predicts which patches are hard: first they stay visible, at the end they go."
+program main_pretrain.py "${pretrain[@]}" --masking predictive --output_dir "$out/predictive"
+
 if [ $labels = yes ]; then
-    say "3/5  Judge both encoders: neighbours, a linear layer, a linear layer on a few images per class."
-    for run in mae clmae; do
+    say "4/6  Evaluate the encoders: neighbours, a linear layer, a linear layer on a few images per class."
+    for run in mae clmae predictive; do
         evaluate knn $run
         evaluate linprobe $run --batch_size $probe --cache_features --runs 3 --lr_grid 1 3 10 30
         evaluate fewshot $run
     done
-    say "4/5  Compare. A gain counts if p < 0.001 (*); at this size, after minutes, do not expect one."
-    program main_compare.py "$out/eval/mae" "$out/eval/clmae" --names MAE CL-MAE --output_dir "$out/compare" \
+    say "5/6  Compare. A gain counts if p < 0.001 (*); at this size, after minutes, do not expect one."
+    program main_compare.py "$out"/eval/{mae,clmae,predictive} --names "${names[@]}" --output_dir "$out/compare" \
         || [ $? -eq 2 ]
 else
-    say "3/5, 4/5  There are no class folders in $DATA, or hardly any images: no labels to judge the encoders by."
+    say "4/6, 5/6  There are no class folders in $DATA, or hardly any images: no labels to evaluate the encoders with."
 fi
 
-say "5/5  Draw the masks from the first checkpoint to the last, their diversity, and the curves of both runs."
-program main_visualize.py "$out/clmae" "${data[@]}" --grid masks diversity --animate --blocks 3 \
-    --names CL-MAE --output_dir "$out/pictures"
-program main_visualize.py "$out/mae" "$out/clmae" --curve --names MAE CL-MAE --output_dir "$out/pictures"
+say "6/6  What the masks are like to an autoencoder that never saw them, and pictures from the first epoch to the last."
+program main_masks.py "$out"/{clmae,predictive} --names CL-MAE predictive --judge "$out/mae" "${data[@]}" \
+    --num_images 512 --moments 4 --output_dir "$out/pictures"
+mv "$out/pictures/masks.png" "$out/pictures/forensics.png"
+program main_visualize.py "$out/predictive" "${data[@]}" --grid masks --animate --blocks 3 --num_images 5 \
+    --names predictive --output_dir "$out/pictures"
+program main_visualize.py "$out"/{mae,clmae,predictive} --curve --names "${names[@]}" --output_dir "$out/pictures"
 
 say "Done. Look at"
 ls "$out"/pictures/* "$out"/compare/*.png 2>/dev/null || true
