@@ -294,10 +294,10 @@ def torchvision_source(args: Namespace, split: str) -> TorchvisionSet:
     try:
         if name == "stl10":  # its point is its many unlabelled images
             part = {"pretrain": "train+unlabeled", "train": "train", "val": "test"}[split]
-            stl10 = datasets.STL10(root, part, download=args.download)
+            stl10 = datasets.STL10(root, split=part, download=args.download)
             return TorchvisionSet(stl10, stl10.labels, title)
         sets = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100, "fashion_mnist": datasets.FashionMNIST}
-        images = sets[name](root, split != "val", download=args.download)
+        images = sets[name](root, train=split != "val", download=args.download)
         return TorchvisionSet(images, images.targets, title)
     except RuntimeError as error:
         advice = "the download failed" if args.download else "add --download to fetch it"
