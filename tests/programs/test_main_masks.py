@@ -1,0 +1,146 @@
+"""What masks are like: metrics that follow from how the masks were made, and the program that reports them."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from small_runs import SMALL
+
+import main_masks
+import main_pretrain
+from masking import mask_health
+from models_mae import mae_vit_micro_patch4
+from util.evaluation.forensics import difficulty, edge_contrast, edge_scores, hidden_error, mirror_correlation, verdicts
+
+GOOD = {"visible": 0.25, "distinct": 1.0, "place": 0.01, "unseen": 0.0}
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return mae_vit_micro_patch4(img_size=16).eval()
+
+
+@pytest.fixture(scope="module")
+def imgs():
+    return torch.randn(300, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+def random_mask(n: int, seed: int = 0) -> torch.Tensor:
+    noise = torch.rand(n, 16, generator=torch.Generator().manual_seed(seed))
+    return (noise.argsort(dim=1).argsort(dim=1) >= 4).float()
+
+
+def test_hidden_error_is_the_models_own_loss(model, imgs):
+    mask = random_mask(300)
+    with torch.no_grad():
+        loss, _, _ = model(imgs, visible=mask == 0)
+    assert hidden_error(model, imgs, mask == 0) == pytest.approx(loss.item(), rel=1e-5)
+
+
+def test_random_masks_are_as_hard_as_random_masks(model, imgs):
+    noise = torch.rand(300, 16, generator=torch.Generator().manual_seed(7))
+    assert difficulty(model, imgs, random_mask(300), noise) == pytest.approx(1, abs=0.02)
+
+
+def test_edges_are_found_where_they_are():
+    img = torch.zeros(1, 3, 16, 16)
+    img[..., 9:] = 2.0  # a vertical edge inside the third column of patches
+    scores = edge_scores(img, 4).view(4, 4)
+    assert (scores[:, 2] > 1).all()
+    assert (scores[:, [0, 1, 3]] < 0).all()
+    mask = torch.zeros(1, 16).view(4, 4)
+    mask[:, 2] = 1
+    assert edge_contrast(scores.view(1, 16), mask.view(1, 16)) > 1
+    assert edge_contrast(scores.view(1, 16), 1 - mask.view(1, 16)) < -1
+
+
+def test_mirror_correlation_tells_content_from_position():
+    values = torch.rand(50, 16, generator=torch.Generator().manual_seed(0))
+    turned = values.view(-1, 4, 4).flip(-1).flatten(1)
+    assert mirror_correlation(values, turned, (4, 4)) == pytest.approx(1)  # the mirrored image got the mirrored values
+    assert mirror_correlation(values, values, (4, 4)).abs() < 0.15  # it got the same values
+
+
+def test_one_mask_for_all_is_all_position():
+    mask = torch.ones(100, 16)
+    mask[:, :4] = 0
+    health = mask_health(mask)
+    assert health["place"] == pytest.approx(1)
+    assert health["unseen"] == 0.75
+    assert mask_health(random_mask(2000))["place"] < 0.01
+
+
+@pytest.mark.parametrize(
+    ("change", "weight", "word"),
+    [
+        ({"visible": 0.31}, None, "--lambda_kl"),
+        ({"distinct": 0.1}, None, "--lambda_div"),
+        ({"place": 0.4}, None, "--lambda_pos"),
+        ({"unseen": 0.4}, None, "never shown"),
+        ({"judge": 1.1}, 0.8, "not a partner"),
+        ({"judge": 0.9}, -0.4, "not an adversary"),
+    ],
+)
+def test_verdicts_name_what_is_wrong(change, weight, word):
+    assert verdicts(GOOD, 0.25, weight) == []
+    (sentence,) = verdicts(GOOD | change, 0.25, weight)
+    assert word in sentence
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    for masking in ("random", "predictive"):
+        flags = ("--masking", masking, "--save_every", "1", "--output_dir", str(folder / masking))
+        main_pretrain.main(main_pretrain.get_args_parser().parse_args([*SMALL, *flags]))
+    return folder
+
+
+def test_runs_are_measured_over_their_checkpoints(runs, program, tmp_path):
+    data = ("--data_set", "shapes", "--shapes_images", 48, "--num_images", 9)
+    where = (runs / "predictive", runs / "random", "--judge", runs / "random", "--output_dir", tmp_path)
+    code, out, err = program(main_masks, *where, *data)
+    assert (code, err) == (0, "")
+    found = json.loads((tmp_path / "masks.json").read_text())
+    assert [(each["run"], each["epoch"]) for each in found] == [
+        ("predictive", 1),
+        ("predictive", 2),
+        ("random", 1),
+        ("random", 2),
+    ]
+    assert found[1]["lambda_cl"] == pytest.approx(-1)
+    assert found[2]["lambda_cl"] is None
+    assert all(each["metrics"]["visible"] == 0.25 for each in found)
+    assert found[3]["metrics"]["own"] == pytest.approx(found[3]["metrics"]["judge"])  # the judge is the run itself
+    assert Image.open(tmp_path / "masks.png").size[0] > 500
+    assert "verdict" in out
+
+
+def test_masks_from_elsewhere(runs, program, tmp_path):
+    for index in range(4):
+        Image.fromarray(np.full((20, 20, 3), 60 * index, np.uint8)).save(tmp_path / f"{index}.png")
+    mask = random_mask(4).numpy().reshape(4, 4, 4)
+    np.savez(tmp_path / "mine.npz", images=np.array([f"{index}.png" for index in range(4)]), mask=mask)
+    where = ("--judge", runs / "random", "--output_dir", tmp_path / "out")
+    code, out, err = program(main_masks, tmp_path / "mine.npz", *where)
+    assert (code, err) == (0, "")
+    (found,) = json.loads((tmp_path / "out" / "masks.json").read_text())
+    assert found["metrics"]["visible"] == 0.25
+    assert found["metrics"]["judge"] > 0
+
+    np.savez(tmp_path / "bad.npz", images=np.array(["0.png"]), mask=mask)
+    code, _, err = program(main_masks, tmp_path / "bad.npz", *where)
+    assert (code, "bad.npz" in err) == (2, True)
+    np.savez(tmp_path / "lost.npz", images=np.array(["x.png"] * 4), mask=mask)
+    code, _, err = program(main_masks, tmp_path / "lost.npz", *where)
+    assert (code, "x.png" in err) == (2, True)
+
+
+def test_the_judge_must_know_random_masks_alone(runs, program, tmp_path):
+    code, _, err = program(main_masks, runs / "random", "--judge", runs / "predictive", "--data_set", "shapes")
+    assert (code, "--masking random" in err) == (2, True)
+    code, _, err = program(main_masks, tmp_path / "nowhere", "--judge", runs / "random")
+    assert (code, "nowhere" in err) == (2, True)
