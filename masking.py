@@ -381,7 +381,10 @@ def find_strategy(name: str) -> "Strategy | type[LearnedMasking]":
     if spec is None or spec.loader is None:
         raise UserError(f"--masking {name}: {path} cannot be imported")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UserError(f"--masking {name}: {path} cannot be imported: {error}") from error
     if not callable(getattr(module, entry, None)):
         raise UserError(f"--masking {name}: {path} has no function or class {entry}")
     return getattr(module, entry)
@@ -441,8 +444,10 @@ class Masking:
     @torch.no_grad()
     def choose(self, ask: Ask, values: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         """The masking argument of the autoencoder: `noise` or `visible`."""
-        learned = self.learned is not None and values is not None
-        chosen = self.learned.choose(ask, values) if learned else self.function(ask)
+        if self.learned is not None and values is not None:
+            chosen = self.learned.choose(ask, values)
+        else:
+            chosen = self.function(ask)
         expected = (len(ask.imgs), ask.num_patches)
         if not isinstance(chosen, torch.Tensor) or chosen.shape != expected:
             shape = tuple(chosen.shape) if isinstance(chosen, torch.Tensor) else type(chosen).__name__
