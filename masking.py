@@ -387,7 +387,10 @@ def find_strategy(name: str) -> "Strategy | type[LearnedMasking]":
     if spec is None or spec.loader is None:
         raise UserError(f"--masking {name}: {path} cannot be imported")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UserError(f"--masking {name}: {path} cannot be imported: {error}") from error
     if not callable(getattr(module, entry, None)):
         raise UserError(f"--masking {name}: {path} has no function or class {entry}")
     return getattr(module, entry)

@@ -222,15 +222,15 @@ def clamp_value(x: torch.Tensor, minimum: float, maximum: float | None = None) -
 
 def diversity_loss(keep_prob: torch.Tensor) -> torch.Tensor:
     """Eq. 6: mean over all pairs of different images of exp(-||Z_i - Z_j||^2); 0 for a batch of one."""
-    return mean_over_pairs(torch.exp(-squared_distances(keep_prob)))
+    return mean_over_pairs(torch.exp(-pairwise_squared_distances(keep_prob)))
 
 
 def distance_diversity_loss(keep_prob: torch.Tensor) -> torch.Tensor:
     """The released code's diversity, as a control: exp(-0.1 ||Z_i - Z_j||), which does not saturate."""
-    return mean_over_pairs(torch.exp(-0.1 * (squared_distances(keep_prob) + 1e-12).sqrt()))
+    return mean_over_pairs(torch.exp(-0.1 * (pairwise_squared_distances(keep_prob) + 1e-12).sqrt()))
 
 
-def squared_distances(keep_prob: torch.Tensor) -> torch.Tensor:
+def pairwise_squared_distances(keep_prob: torch.Tensor) -> torch.Tensor:
     """Between all pairs of rows of Z [N, L]: [N, N]."""
     centred = keep_prob - 0.5  # shorter vectors lose less to rounding in the product; distances are the same
     norms = centred.square().sum(dim=1)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from util.checkpoint import (
+    lambda_cl_of,
     link_checkpoint,
     load_checkpoint,
     load_weights,
@@ -13,6 +14,7 @@ from util.checkpoint import (
     numbered_checkpoints,
     save_checkpoint,
     save_safetensors,
+    training_checkpoint,
 )
 from util.cli import UserError
 
@@ -24,6 +26,17 @@ def test_round_trip_with_plain_types(tmp_path):
     assert torch.equal(loaded.pop("model")["w"], state["model"]["w"])
     assert loaded == {"epoch": 4, "args": {"lr": 1e-3, "resume": ""}}
     assert os.listdir(tmp_path) == ["checkpoint-4.pth"], "no temporary file is left"
+
+
+def test_a_training_checkpoint_tells_where_its_curriculum_stood(tmp_path):
+    parts = dict(epoch=3, step=40, log=None, args=argparse.Namespace(lr=0.1))
+    for moment, expected in (({"mask_ratio": 0.6, "lambda_cl": 0.25}, 0.25), ({"mask_ratio": 0.6}, None)):
+        state = training_checkpoint({"model": {"w": torch.ones(2)}, "cmm": {}}, moment=moment, **parts)
+        save_checkpoint(tmp_path / "checkpoint-3.pth", state)
+        loaded = load_checkpoint(tmp_path / "checkpoint-3.pth")
+        assert lambda_cl_of(loaded) == expected
+        assert loaded["moment"] == moment
+        assert (loaded["epoch"], loaded["step"], loaded["log"], loaded["args"]) == (3, 40, None, {"lr": 0.1})
 
 
 def test_upstream_file_with_a_pickled_namespace(tmp_path):

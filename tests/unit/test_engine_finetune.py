@@ -12,14 +12,16 @@ from PIL import Image
 from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from torch import nn
 
-from engine_finetune import build_criterion, build_mixup, evaluate, figures, train_one_epoch
+import engine_finetune
+from engine_finetune import Objective, evaluate, train_one_epoch
 from main_finetune import check_args, get_args_parser
 from models_vit import load_encoder, with_head
 from util.data.augment import build_finetune_loader, finetune_augmentation
 from util.data.shapes import ShapesDataset
-from util.datasets import Augmentation, build_eval_dataset, normalise
+from util.datasets import Augmentation, build_eval_dataset, count_steps, normalise
 from util.misc import NativeScalerWithGradNormCount, seed_globals
-from util.training.progress import LossGuard
+from util.training.progress import EpochLog, LossGuard
+from util.training.resume import Start, TrainingState
 
 CPU = torch.device("cpu")
 SMALL = (
@@ -50,23 +52,27 @@ def photo():
 
 def test_the_loss_fits_the_labels():
     for mixing in (("--mixup", 0.8), ("--cutmix", 1), ("--cutmix_minmax", 0.2, 0.8)):
-        assert isinstance(build_criterion(build_mixup(flags(*mixing)), 0.1), SoftTargetCrossEntropy)
-    assert build_mixup(flags()) is None
-    assert isinstance(build_criterion(None, 0.1), LabelSmoothingCrossEntropy)
-    assert isinstance(build_criterion(None, 0.0), nn.CrossEntropyLoss)
+        assert isinstance(Objective(flags(*mixing)).criterion, SoftTargetCrossEntropy)
+    assert Objective(flags()).mixup is None
+    assert isinstance(Objective(flags("--smoothing", 0.1)).criterion, LabelSmoothingCrossEntropy)
+    assert isinstance(Objective(flags("--smoothing", 0)).criterion, nn.CrossEntropyLoss)
+    imgs, labels = torch.rand(4, 3, 16, 16), torch.arange(4)
+    assert Objective(flags()).mix(imgs, labels) == (imgs, labels), "unchanged without mixup"
 
 
 def test_smoothing_mixes_the_label_with_all_classes():
     logits, labels = torch.randn(6, 10), torch.arange(6)
     log_p = logits.log_softmax(dim=1)
     expected = -(0.9 * log_p[range(6), labels] + 0.1 * log_p.mean(dim=1)).mean()
-    assert build_criterion(None, 0.1)(logits, labels).item() == pytest.approx(expected.item(), rel=1e-6)
+    assert Objective(flags("--smoothing", 0.1)).criterion(logits, labels).item() == pytest.approx(
+        expected.item(), rel=1e-6
+    )
 
 
 def test_mixed_labels_are_the_shares_of_the_mixed_images():
     seed_globals("test")
     imgs = torch.arange(8.0).view(8, 1, 1, 1).expand(8, 3, 16, 16).clone()
-    mixed, shares = build_mixup(flags("--mixup", 0.8, "--smoothing", 0))(imgs, torch.arange(8))
+    mixed, shares = Objective(flags("--mixup", 0.8, "--smoothing", 0)).mix(imgs, torch.arange(8))
     share = (mixed[0, 0, 0, 0] - 7) / -7  # image 0 is black, its partner is 7
     assert shares[0, 0].item() == pytest.approx(share.item(), abs=1e-5)
     assert shares.sum(dim=1).tolist() == pytest.approx([1] * 8)
@@ -106,18 +112,10 @@ def train(model, *extra, steps_done=0):
     args = flags(*extra)
     loader = build_finetune_loader(ShapesDataset((16, 16), 16), args)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    return train_one_epoch(
-        model,
-        build_criterion(None, args.smoothing),
-        loader,
-        optimizer,
-        CPU,
-        2,
-        NativeScalerWithGradNormCount("cpu", enabled=False),
-        args=args,
-        loss_guard=LossGuard(skip=False),
-        steps_done=steps_done,
-    )
+    state = TrainingState(model, optimizer, NativeScalerWithGradNormCount("cpu", enabled=False))
+    iterations = count_steps(loader, args) * args.accum_iter
+    log = EpochLog(Start(2, steps_done), iterations, LossGuard(skip=False), None, args)
+    return train_one_epoch(model, Objective(args), loader, state, 2, log, args)
 
 
 def test_accumulated_gradients_are_those_of_the_whole_batch():
@@ -151,7 +149,7 @@ def test_testing_sees_each_image_once_as_it_is():
     imgs = torch.stack([dataset[0, i][0] for i in range(13)])
     assert torch.allclose(test.features, model.eval()(imgs), atol=1e-5)
     assert test.labels.tolist() == [i % 10 for i in range(13)]
-    found = figures(test)
+    found = engine_finetune.test_metrics(test)
     assert found["test/loss"] == pytest.approx(F.cross_entropy(test.features, test.labels).item())
     assert found["test/acc1"] == pytest.approx(100 * (test.features.argmax(dim=1) == test.labels).double().mean())
     assert found["test/acc5"] >= found["test/acc1"]

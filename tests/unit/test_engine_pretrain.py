@@ -5,15 +5,25 @@ import itertools
 
 import pytest
 import torch
+from own_autoencoder import OwnAutoencoder
 from timm.models.vision_transformer import Block
 
-from engine_pretrain import cmm_losses, frozen, images_to_judge, soft_error, train_one_epoch
-from main_pretrain import build_state, check_args, get_args_parser, settle_batch_and_rates
-from masking import choose_masking
+from engine_pretrain import frozen, train_one_epoch
+from main_pretrain import (
+    build_masking,
+    build_networks,
+    check_args,
+    get_args_parser,
+    settle_batch_and_rates,
+    with_optimizer,
+)
+from masking import Masking, MaskSettings, evenly_spread_rows
+from models_mae import Autoencoder
 from util.cli import TrainingDiverged
-from util.datasets import build_pretrain_loader, normalise
+from util.datasets import build_pretrain_loader, count_steps, normalise
 from util.misc import NativeScalerWithGradNormCount
-from util.training.progress import LossGuard
+from util.training.progress import EpochLog, LossGuard
+from util.training.resume import Start, TrainingState
 
 
 def setup(*flags):
@@ -21,28 +31,35 @@ def setup(*flags):
         [
             *("--model", "mae_vit_micro_patch4", "--input_size", "16", "--norm_pix_loss", "--data_set", "shapes"),
             *("--shapes_images", "32", "--batch_size", "8", "--epochs", "2", "--warmup_epochs", "0", "--lr", "1e-3"),
-            *("--num_workers", "0", "--cmm_depth", "1", "--output_dir", "", *map(str, flags)),
+            *("--num_workers", "0", "--cmm_depth", "1", "--device", "cpu", "--output_dir", "", *map(str, flags)),
         ]
     )
     check_args(args)
     settle_batch_and_rates(args)
-    return args, build_state(args, torch.device("cpu")), build_pretrain_loader(args)
+    return args, build_networks(args, torch.device("cpu")), build_pretrain_loader(args)
 
 
 def train(args, state, loader, epoch=0, guard=None):
-    return train_one_epoch(
-        state.model,
-        loader,
-        state.optimizer,
-        torch.device("cpu"),
-        epoch,
-        state.scaler,
-        cmm=state.cmm,
-        optimizer_cmm=state.optimizer_cmm,
-        loss_scaler_cmm=state.scaler_cmm,
-        loss_guard=guard or LossGuard(skip=args.amp == "fp16"),
-        args=args,
-    )
+    guard = guard or LossGuard(skip=args.amp == "fp16")
+    log = EpochLog(Start(epoch), count_steps(loader, args) * args.accum_iter, guard, None, args)
+    return train_one_epoch(state.model, loader, build_masking(state, args), state, epoch, log, args)
+
+
+def first_batch(loader):
+    """Normalised images, and their indices."""
+    pixels, _, index = next(iter(loader))
+    return normalise(pixels), index
+
+
+def module_losses(args, state, imgs, weight):
+    """What the module learns from a batch at a given curriculum weight; the patch errors; Z."""
+    masking = Masking(MaskSettings.of(args), state.model.patch_embed.grid_size, state.cmm)
+    ask = masking.ask(imgs, torch.arange(len(imgs)), 0, 0.0)
+    ask.lambda_cl = weight
+    keep_prob = masking.values(imgs)
+    _, pred, mask = state.model(imgs, args.mask_ratio, **masking.choose(ask, keep_prob))
+    error, rows = masking.learned.errors(state.model, imgs, keep_prob, pred)
+    return masking.learned.losses(keep_prob, error, mask, rows, ask), error, keep_prob
 
 
 def weights(network):
@@ -80,8 +97,8 @@ class PoisonedLoader:
         return self.length
 
     def __iter__(self):
-        for i, (imgs, labels) in enumerate(self.batches):
-            yield (imgs * torch.inf if i in self.poisoned else imgs), labels
+        for i, (imgs, labels, index) in enumerate(self.batches):
+            yield (imgs * torch.inf if i in self.poisoned else imgs), labels, index
 
 
 def test_each_step_changes_its_own_network_and_computes_gradients_for_no_other():
@@ -106,22 +123,23 @@ def test_between_its_updates_the_cmm_is_only_asked():
     assert state.scaler.changed == [{"mae"}] * 4
     assert state.scaler_cmm.changed == [{"cmm"}] * 2, "in the first and in the fourth iteration"
     assert graphs == [True, False, False, True], "no graph is built in between"
-    assert stats["cmm/lambda_cl"] == pytest.approx(sum(1 - 1.1 * step / 4 for step in range(4)) / 4)
+    assert stats["lambda_cl"] == pytest.approx(sum(1 - 1.1 * step / 4 for step in range(4)) / 4)
 
 
 def test_a_share_of_the_images_teaches_the_curriculum_and_all_the_rest():
     args, state, loader = setup("--cmm_fraction", 0.25)
-    imgs = normalise(next(iter(loader))[0])
-    keep_prob = state.cmm(imgs).detach()
-    judged, here = images_to_judge(8, 0.25)
-    assert judged == here == [0, 4]
-    error = soft_error(state.model, imgs[[0, 4]], keep_prob[[0, 4]])
-    losses = cmm_losses(keep_prob, error, 0.5, args, judged)
+    imgs, _ = first_batch(loader)
+    assert evenly_spread_rows(8, 0.25) == ([0, 4], [0, 4])
+    losses, error, keep_prob = module_losses(args, state, imgs, 0.5)
+    assert error.shape == (2, 16)
     removed = 1 - keep_prob[[0, 4]]
     assert losses["cmm/curriculum"].item() == pytest.approx((0.5 * (removed * error).sum() / removed.sum()).item())
-    whole = cmm_losses(keep_prob, soft_error(state.model, imgs, keep_prob), 0.5, args)
+    args.cmm_fraction = 1.0
+    whole, all_errors, _ = module_losses(args, state, imgs, 0.5)
+    assert torch.allclose(all_errors[[0, 4]], error, atol=1e-5)
     for part in ("cmm/gauss", "cmm/kl", "cmm/div"):
         assert losses[part] == whole[part]
+    args.cmm_fraction = 0.25
     seen = []
     state.model.patch_embed.register_forward_hook(lambda *call: seen.append(len(call[1][0])))
     train(args, state, loader)
@@ -130,8 +148,8 @@ def test_a_share_of_the_images_teaches_the_curriculum_and_all_the_rest():
 
 @pytest.mark.parametrize("fraction", [0.1, 0.3, 0.5, 0.99, 1])
 @pytest.mark.parametrize("n", [1, 7, 64])
-def test_judged_images_are_spread_and_never_none(n, fraction):
-    rows = torch.arange(n)[images_to_judge(n, fraction)[1]].tolist()
+def test_the_share_of_images_is_spread_and_never_none(n, fraction):
+    rows = torch.arange(n)[evenly_spread_rows(n, fraction)[1]].tolist()
     assert len(rows) == len(set(rows)) == max(round(fraction * n), 1)
     assert max(b - a for a, b in itertools.pairwise([*rows, n])) <= -(-n // len(rows))
 
@@ -144,7 +162,7 @@ def test_checkpointing_changes_memory_and_nothing_else():
         assert state.scaler_cmm.with_gradient == [{"cmm"}] * 4
     for network in ("model", "cmm"):
         assert torch.equal(weights(getattr(plain[1], network)), weights(getattr(checked[1], network)))
-    imgs = normalise(next(iter(plain[2]))[0])
+    imgs, _ = first_batch(plain[2])
 
     def kept(state):
         """Numbers kept for the backward pass of an MAE step."""
@@ -156,24 +174,24 @@ def test_checkpointing_changes_memory_and_nothing_else():
     assert kept(checked[1]) < 0.5 * kept(plain[1])
 
 
-def test_the_soft_pass_keeps_nothing_that_only_weight_gradients_need():
+@pytest.mark.parametrize("soft", ["tokens", "attention"])
+def test_the_soft_pass_keeps_nothing_that_only_weight_gradients_need(soft):
     """A block's second layer needs its input, 4 times as wide, for its weights alone: only GELU's own input is kept."""
     _, state, loader = setup()
-    imgs = normalise(next(iter(loader))[0])
+    imgs, _ = first_batch(loader)
     keep_prob = state.cmm(imgs)
 
-    def wide_tensors(compute):
+    def wide_tensors(**masking):
         found = []
         hidden = {block.mlp.fc1.out_features for block in [*state.model.blocks, *state.model.decoder_blocks]}
-        hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t)
-        with hooks:
-            compute()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t):
+            state.model(imgs, **masking)
         return len({t.data_ptr() for t in found if t.ndim >= 2 and t.shape[-1] in hidden and t.shape[0] in (8, 136)})
 
     blocks = len(state.model.blocks) + len(state.model.decoder_blocks)
-    visible = torch.ones(8, 16, dtype=torch.bool)
-    assert wide_tensors(lambda: state.model(imgs, visible=visible)) == 2 * blocks
-    assert wide_tensors(lambda: soft_error(state.model, imgs, keep_prob)) == blocks
+    assert wide_tensors(visible=torch.ones(8, 16, dtype=torch.bool)) == 2 * blocks
+    with frozen(state.model):
+        assert wide_tensors(keep_prob=keep_prob, soft=soft) == blocks
 
 
 def test_new_numbers_of_visible_tokens_are_not_compiled_anew(monkeypatch):
@@ -181,7 +199,7 @@ def test_new_numbers_of_visible_tokens_are_not_compiled_anew(monkeypatch):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     _, state, loader = setup("--compile")
-    imgs = normalise(next(iter(loader))[0])
+    imgs, _ = first_batch(loader)
     compiled = []
     for most in range(2, 16):  # a batch with 1 to `most` visible tokens
         visible = torch.arange(16) < torch.linspace(1, most, 8).round()[:, None]
@@ -193,14 +211,15 @@ def test_new_numbers_of_visible_tokens_are_not_compiled_anew(monkeypatch):
     torch._dynamo.reset()
 
 
-def test_biases_norms_and_tokens_have_no_weight_decay():
-    _, state, _ = setup("--weight_decay", 0.3)
+@pytest.mark.parametrize("masking", ["curriculum", "predictive"])
+def test_biases_and_norms_have_no_weight_decay(masking):
+    """Tokens have it, as upstream's (test_models_mae.py holds the names)."""
+    _, state, _ = setup("--weight_decay", 0.3, "--masking", masking)
     for network, optimizer in ((state.model, state.optimizer), (state.cmm, state.optimizer_cmm)):
         decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
         for name, p in network.named_parameters():
             if p.requires_grad:
-                exempt = p.ndim == 1 or name in ("cls_token", "mask_token")
-                assert decay[id(p)] == (0.0 if exempt else 0.3), name
+                assert decay[id(p)] == (0.0 if p.ndim == 1 else 0.3), name
         assert {group["betas"] for group in optimizer.param_groups} == {(0.9, 0.95)}
 
 
@@ -213,41 +232,57 @@ def test_frozen_gives_the_weights_back():
 
 
 def test_joint_loss_weighs_its_parts():
-    args, state, loader = setup("--lambda_gauss", 3, "--lambda_kl", 5, "--lambda_div", 7)
-    imgs = normalise(next(iter(loader))[0])
-    keep_prob = state.cmm(imgs)
-    losses = cmm_losses(keep_prob, soft_error(state.model, imgs, keep_prob), -0.5, args)
+    args, state, loader = setup("--lambda_gauss", 3, "--lambda_kl", 5, "--lambda_div", 7, "--lambda_pos", 11)
+    losses, _, _ = module_losses(args, state, first_batch(loader)[0], -0.5)
     parts = {name.split("/")[1]: value.item() for name, value in losses.items()}
     assert parts["loss"] == pytest.approx(
-        parts["curriculum"] + 3 * parts["gauss"] + 5 * parts["kl"] + 7 * parts["div"], rel=1e-5
+        parts["curriculum"] + 3 * parts["gauss"] + 5 * parts["kl"] + 7 * parts["div"] + 11 * parts["pos"], rel=1e-5
     )
     assert parts["curriculum"] < 0
 
 
+def test_a_further_loss_is_a_function_and_an_entry():
+    args, state, loader = setup("--lambda_pos", 0)
+    imgs, index = first_batch(loader)
+    masking = build_masking(state, args)
+    masking.learned.terms["entropy"] = (lambda z, ratio: ratio * torch.special.entr(z).mean(), 3.0)
+    ask, keep_prob = masking.ask(imgs, index, 0, 0.0), masking.values(imgs)
+    losses = masking.learned.losses(keep_prob, torch.ones(8, 16), torch.ones(8, 16), slice(None), ask)
+    assert losses["cmm/entropy"].item() == pytest.approx(-0.75 * (keep_prob * keep_prob.log()).mean().item(), rel=1e-5)
+    without, _, _ = module_losses(args, state, imgs, 1.0)
+    assert set(losses) - set(without) == {"cmm/entropy"}
+    assert "cmm/pos" not in losses, "what has no weight is not computed"
+    weights = {"curriculum": 1, "gauss": 10, "kl": 1, "div": 2, "entropy": 3}
+    expected = sum(weight * losses[f"cmm/{name}"].item() for name, weight in weights.items())
+    assert losses["cmm/loss"].item() == pytest.approx(expected, rel=1e-5)
+
+
 def test_what_stays_visible():
-    args, _, _ = setup("--mask_ratio", 0.6)
-    keep_prob = torch.rand(3, 10)
-    imgs = torch.zeros(3, 3, 16, 16)
-    assert torch.equal(choose_masking(imgs, keep_prob, 10, 0, 0, args)["visible"], keep_prob >= 0.5)
+    args, state, loader = setup("--mask_ratio", 0.6)
+    imgs, index = first_batch(loader)
+    masking, keep_prob = build_masking(state, args), torch.rand(8, 16)
+    assert torch.equal(masking.choose(masking.ask(imgs, index, 0, 0.0), keep_prob)["visible"], keep_prob >= 0.5)
 
     args, state, loader = setup("--select", "topk", "--mask_ratio", 0.6)
-    imgs = normalise(next(iter(loader))[0])
-    keep_prob = state.cmm(imgs)  # 16 patches, int(16 * 0.4) = 6 stay
-    _, _, mask = state.model(imgs, 0.6, **choose_masking(imgs, keep_prob, 16, 0, 0, args))
+    masking = build_masking(state, args)
+    keep_prob = masking.values(imgs)  # 16 patches, int(16 * 0.4) = 6 stay
+    _, _, mask = state.model(imgs, 0.6, **masking.choose(masking.ask(imgs, index, 0, 0.0), keep_prob))
     largest = keep_prob.topk(6).indices
     assert torch.equal((mask == 0).sum(dim=1), torch.full((8,), 6))
     assert (mask.gather(1, largest) == 0).all()
 
 
-def test_random_masks_are_a_function_of_seed_epoch_and_iteration():
-    args, _, _ = setup("--masking", "random")
-    imgs = torch.zeros(3, 3, 16, 16)
-    draws = [
-        choose_masking(imgs, None, 16, epoch, iteration, args)["noise"] for epoch, iteration in [(0, 0), (0, 1), (1, 0)]
-    ]
-    assert not any(torch.equal(a, b) for a, b in itertools.combinations(draws, 2))
-    torch.rand(10)
-    assert torch.equal(choose_masking(imgs, None, 16, 0, 1, args)["noise"], draws[1])
+def test_the_predictor_learns_from_the_errors_of_step_one_and_nothing_else():
+    args, state, loader = setup("--masking", "predictive")
+    state.scaler, state.scaler_cmm = Witness(state), Witness(state)
+    passes = []
+    state.model.register_forward_hook(lambda *_: passes.append(1))
+    stats = train(args, state, loader)
+    assert state.scaler.changed == state.scaler.with_gradient == [{"mae"}] * 4
+    assert state.scaler_cmm.changed == state.scaler_cmm.with_gradient == [{"cmm"}] * 4
+    assert len(passes) == 4, "one forward of the MAE per iteration"
+    assert {name for name in stats if name.startswith("cmm/")} == {"cmm/loss", "cmm/lr"}
+    assert stats["mask/visible"] == 0.25
 
 
 @pytest.mark.parametrize("masking", ["curriculum", "random"])
@@ -255,15 +290,34 @@ def test_accumulation_averages_over_micro_batches(masking):
     """One update from two micro-batches equals one from the mean of their losses."""
     args, state, loader = setup("--masking", masking, "--accum_iter", 2, "--batch_size", 16)
     _, expected, _ = setup("--masking", masking, "--accum_iter", 2, "--batch_size", 16)
-    total = 0
-    for i, (pixels, _) in enumerate(loader):
+    chooser, total = build_masking(expected, args), 0
+    for pixels, _, index in loader:
         imgs = normalise(pixels)
-        keep_prob = expected.cmm(imgs) if expected.cmm else None
-        total = total + expected.model(imgs, args.mask_ratio, **choose_masking(imgs, keep_prob, 16, 0, i, args))[0] / 2
+        ask = chooser.ask(imgs, index, 0, 0.0)
+        total = total + expected.model(imgs, args.mask_ratio, **chooser.choose(ask, chooser.values(imgs)))[0] / 2
     expected.scaler(total, expected.optimizer)
     train(args, state, loader)
     assert torch.allclose(weights(state.model), weights(expected.model), atol=1e-6)
-    assert not torch.allclose(weights(state.model), weights(build_state(args, torch.device("cpu")).model), atol=1e-6)
+    assert not torch.allclose(weights(state.model), weights(build_networks(args, torch.device("cpu")).model), atol=1e-6)
+
+
+@pytest.mark.parametrize("flags", ["random", "predictive", "curriculum", "curriculum --select topk --soft attention"])
+def test_an_autoencoder_of_ones_own_trains_with_any_masks(flags):
+    args, _, loader = setup("--masking", *flags.split(), "--epochs", 1)
+    cpu = torch.device("cpu")
+    torch.manual_seed(0)
+    own: Autoencoder = OwnAutoencoder()
+    state = TrainingState(*with_optimizer(own, args.lr, args, cpu))
+    masking = Masking(MaskSettings.of(args), own.patch_embed.grid_size)
+    if masking.learned is not None:
+        module = masking.learned.build(own)
+        state.cmm, state.optimizer_cmm, state.scaler_cmm = with_optimizer(module, args.cmm_lr, args, cpu)
+    before = {name: weights(network) for name, network in (("model", state.model), ("cmm", state.cmm)) if network}
+    stats = train(args, state, loader)
+    assert 0 < stats["loss"] < 10
+    for name, initial in before.items():
+        assert not torch.equal(weights(getattr(state, name)), initial), name
+    assert ("cmm/loss" in stats) == ("cmm" in before) == (flags != "random")
 
 
 def test_incomplete_accumulation_is_left_out():
@@ -271,16 +325,16 @@ def test_incomplete_accumulation_is_left_out():
     state.scaler = Witness(state)
     stats = train(args, state, loader)
     assert len(state.scaler.changed) == 3
-    assert stats["cmm/lambda_cl"] == 1.0, "the schedule counts updates: this is the first of two"
+    assert stats["lambda_cl"] == 1.0, "the schedule counts updates: this is the first of two"
 
 
 def test_curriculum_falls_over_the_run_and_can_be_switched_off():
     args, state, loader = setup("--lambda_cl_end", -1)
     stats = [train(args, state, loader, epoch) for epoch in range(2)]  # 4 steps each: 1, 0.75, 0.5, 0.25; 0, ...
-    assert [s["cmm/lambda_cl"] for s in stats] == pytest.approx([0.625, -0.375])
+    assert [s["lambda_cl"] for s in stats] == pytest.approx([0.625, -0.375])
     args, state, loader = setup("--no_curriculum")
     stats = train(args, state, loader)
-    assert stats["cmm/lambda_cl"] == stats["cmm/curriculum"] == 0
+    assert stats["lambda_cl"] == stats["cmm/curriculum"] == 0
 
 
 def test_learning_rates_follow_their_schedules():
@@ -294,7 +348,15 @@ def test_learning_rates_follow_their_schedules():
     assert second["cmm/lr"] == second["lr"]
 
 
-@pytest.mark.parametrize("flags", [("--masking", "random"), ("--select", "topk")])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *[("--masking", name) for name in ("random", "block", "grid", "noise", "predictive")],
+        ("--select", "topk"),
+        ("--select", "topk", "--soft", "attention"),
+    ],
+    ids=" ".join,
+)
 def test_no_step_waits_for_the_device(monkeypatch, flags):
     """Values leave the device once per report, and nothing else does. (With --select threshold the length of the
     sequence does too, once per step: there is no other way to know it.)"""

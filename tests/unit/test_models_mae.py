@@ -1,8 +1,14 @@
 """The autoencoder equals upstream where upstream has a say, and masks as told where it has none."""
 
+from argparse import Namespace
+
+import numpy as np
 import pytest
 import torch
+from conftest import DATA
+from torch.utils.flop_counter import FlopCounterMode
 
+from main_pretrain import with_optimizer
 from models_mae import MODELS, MaskedAutoencoderViT, build_mae, mae_vit_micro_patch4
 
 
@@ -36,6 +42,29 @@ def test_equals_upstream(golden, golden_mae, variant):
     assert gradients.keys() == {name.split("grad/")[1] for name in golden if name.startswith(f"{variant}/grad/")}
     for name, gradient in gradients.items():
         assert_close(gradient, golden[f"{variant}/grad/{name}"])
+
+
+def test_three_updates_equal_upstreams(golden, golden_mae):
+    """Losses, weights and the names of the parameters that decay, [CLS] and mask tokens among them."""
+    with np.load(DATA / "adamw.npz") as file:
+        expected = {name: torch.from_numpy(file[name]) for name in file.files if name != "decayed"}
+        decayed = set(file["decayed"].tolist())
+    args = Namespace(
+        weight_decay=expected["weight_decay"].item(), grad_checkpointing=False, compile=False, amp="off", clip_grad=None
+    )
+    cpu = torch.device("cpu")
+    model, optimizer, scaler = with_optimizer(golden_mae(norm_pix_loss=True), expected["lr"].item(), args, cpu)
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups = {group["weight_decay"]: {names[id(p)] for p in group["params"]} for group in optimizer.param_groups}
+    assert groups.pop(args.weight_decay) == decayed
+    assert groups.keys() == {0.0}
+    assert all(group["betas"] == pytest.approx(expected["betas"].tolist()) for group in optimizer.param_groups)
+    for step in range(3):
+        loss, _, _ = model(golden["imgs"], 0.75, noise=golden["noise"])
+        assert_close(loss, expected[f"loss{step}"])
+        scaler(loss, optimizer)
+    for name, value in model.state_dict().items():
+        assert (value - expected[f"after/{name}"]).abs().max() <= 1e-5, name
 
 
 def test_draws_its_noise_with_one_torch_rand(golden, golden_mae):
@@ -145,6 +174,119 @@ def test_soft_path_with_all_ones_is_the_hard_path_with_all_visible(golden_mae):
     assert_close(soft, hard)
 
 
+# --- Soft attention: the hard pass, made differentiable ---
+
+
+@pytest.fixture(scope="module")
+def trained_mae(golden):
+    """Upstream's tiny MAE after a few updates, so that no mask or [CLS] token is next to zero."""
+    torch.manual_seed(0)
+    model = MaskedAutoencoderViT(32, 8, 3, 32, 2, 4, 16, 1, 4, norm_pix_loss=True)
+    for p in model.parameters():
+        p.data += 0.1 * torch.randn_like(p)
+    return model
+
+
+def removed_errors(model, imgs, **masking):
+    """Loss, prediction, and the errors of removed patches."""
+    loss, pred, mask = model(imgs, **masking)
+    return loss, pred, model.patch_error(imgs, pred) * mask
+
+
+def test_soft_attention_with_binary_values_is_the_hard_path(trained_mae):
+    imgs = torch.randn(9, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    visible = random_visible(9, 16)
+    hard = removed_errors(trained_mae, imgs, visible=visible)
+    soft = removed_errors(trained_mae, imgs, keep_prob=visible.float(), soft="attention")
+    for ours, expected in zip(soft, hard, strict=True):
+        assert_close(ours, expected)
+    tokens = removed_errors(trained_mae, imgs, keep_prob=visible.float(), soft="tokens")
+    for ours, expected in zip(tokens, hard, strict=True):
+        assert (ours - expected).abs().max() > 1e-3 * expected.abs().max()
+
+
+def test_soft_attention_gives_the_hard_paths_gradients_to_the_weights(trained_mae):
+    imgs = torch.randn(5, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    visible = random_visible(5, 16)
+    weights = [p for p in trained_mae.parameters() if p.requires_grad]
+    hard = torch.autograd.grad(trained_mae(imgs, visible=visible)[0], weights)
+    soft = torch.autograd.grad(trained_mae(imgs, keep_prob=visible.float(), soft="attention")[0], weights)
+    for ours, expected in zip(soft, hard, strict=True):
+        assert_close(ours, expected, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("soft", ["attention", "tokens"])
+def test_soft_gradients_equal_finite_differences(soft):
+    torch.manual_seed(0)
+    model = MaskedAutoencoderViT(16, 8, 1, 16, 2, 2, 8, 1, 2).double()
+    imgs = torch.randn(2, 1, 16, 16, dtype=torch.float64)
+    keep_prob = torch.rand(2, 4, dtype=torch.float64) * 0.9 + 0.05
+
+    def prediction(z):
+        return model(imgs, keep_prob=z, soft=soft)[1]
+
+    assert torch.autograd.gradcheck(prediction, keep_prob.requires_grad_(), eps=1e-6, atol=1e-6, rtol=1e-4)
+
+
+def test_soft_attention_moves_from_the_hidden_to_the_visible_patch(trained_mae):
+    imgs = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    visible = random_visible(2, 16, seed=3)
+    visible[:, 0] = False
+    ends = []
+    for shown in (False, True):
+        visible[:, 0] = shown
+        ends.append(trained_mae(imgs, visible=visible)[1])
+    between = []
+    for z in (0.0, 0.1, 0.5, 0.9, 1.0):
+        keep_prob = visible.float()
+        keep_prob[:, 0] = z
+        pred = trained_mae(imgs, keep_prob=keep_prob, soft="attention")[1]
+        between.append((pred - ends[0]).norm().item())
+    assert between == sorted(between)
+    assert between[0] == pytest.approx(0, abs=1e-3)
+    assert between[-1] == pytest.approx((ends[1] - ends[0]).norm().item(), rel=1e-3)
+
+
+def test_soft_attention_under_autocast_checkpointing_and_compile(trained_mae):
+    imgs = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    given = torch.rand(4, 16, generator=torch.Generator().manual_seed(2))
+
+    def loss_and_gradient(model):
+        keep_prob = given.clone().requires_grad_()
+        loss, _, _ = model(imgs, keep_prob=keep_prob, soft="attention")
+        return loss, *torch.autograd.grad(loss, keep_prob)
+
+    loss, gradient = loss_and_gradient(trained_mae)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rough_loss, rough_gradient = loss_and_gradient(trained_mae)
+    assert rough_loss.dtype == rough_gradient.dtype == torch.float32
+    assert rough_loss.item() == pytest.approx(loss.item(), rel=0.03)
+    assert torch.cosine_similarity(rough_gradient.flatten(), gradient.flatten(), dim=0) > 0.95
+
+    trained_mae.set_grad_checkpointing(True)
+    checkpointed = loss_and_gradient(trained_mae)
+    trained_mae.set_grad_checkpointing(False)
+    assert all(torch.equal(a, b) for a, b in zip(checkpointed, (loss, gradient), strict=True))
+
+    torch._dynamo.reset()
+    compiled = loss_and_gradient(torch.compile(trained_mae, backend="eager"))
+    torch._dynamo.reset()
+    for ours, expected in zip(compiled, (loss, gradient), strict=True):
+        assert_close(ours, expected)
+
+
+def test_soft_attention_costs_no_more_than_soft_tokens():
+    model, imgs = mae_vit_micro_patch4(), torch.randn(2, 3, 32, 32)
+    counts = {}
+    for soft in ("tokens", "attention"):
+        keep_prob = torch.rand(2, 64, requires_grad=True)
+        with FlopCounterMode(display=False) as counter:
+            model(imgs, keep_prob=keep_prob, soft=soft)[0].backward()
+        counts[soft] = counter.get_total_flops()
+    assert counts["tokens"] > 0
+    assert counts["attention"] <= 1.01 * counts["tokens"]
+
+
 def test_non_square_images_with_any_number_of_channels():
     model = MaskedAutoencoderViT((16, 24), 8, 5, 32, 1, 2, 16, 1, 2)
     imgs = torch.randn(2, 5, 16, 24)
@@ -153,7 +295,13 @@ def test_non_square_images_with_any_number_of_channels():
     assert torch.equal(model.unpatchify(patches), imgs)
     # Patch 4 is the second of the second row; within it, the channel runs fastest.
     assert torch.equal(patches[0, 4], imgs[0, :, 8:16, 8:16].permute(1, 2, 0).flatten())
-    for masking in ({}, {"visible": torch.eye(6, dtype=torch.bool)[:2]}, {"keep_prob": torch.rand(2, 6)}):
+    keep_prob = torch.rand(2, 6)
+    for masking in (
+        {},
+        {"visible": torch.eye(6, dtype=torch.bool)[:2]},
+        {"keep_prob": keep_prob},
+        {"keep_prob": keep_prob, "soft": "attention"},
+    ):
         loss, pred, _ = model(imgs, 0.5, **masking)
         assert torch.isfinite(loss)
         assert pred.shape == patches.shape
@@ -199,6 +347,8 @@ def test_masking_that_does_not_fit_is_refused_by_name():
         model(imgs, keep_prob=torch.ones(1, 64))
     with pytest.raises(ValueError, match="not visible and keep_prob"):
         model(imgs, visible=torch.ones(2, 64, dtype=torch.bool), keep_prob=torch.ones(2, 64))
+    with pytest.raises(ValueError, match="soft='atention' is unknown; known are attention, tokens"):
+        model(imgs, keep_prob=torch.ones(2, 64), soft="atention")
     with pytest.raises(ValueError, match=r"imgs has shape \(2, 1, 32, 32\).*\(N, 3, 32, 32\)"):
         model(imgs[:, :1])
     with pytest.raises(ValueError, match="image size 30x30 is not divisible by the patch size 4"):

@@ -49,4 +49,4 @@ def test_plain_lines_where_output_is_not_a_terminal(caplog):
         progress.advance()
         progress.report({"loss": 0.25})
     logger.propagate = False
-    assert "epoch 3 [1/4]  eta: 0:00:00  loss: 0.25" in caplog.text
+    assert "epoch 3 [1/4]  0:00:00 left  loss: 0.25" in caplog.text
