@@ -20,7 +20,7 @@ lint: $(STAMP)
 
 $(STAMP): requirements.txt requirements-dev.txt
 	$(PYTHON) -m venv --clear $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements-dev.txt
 	touch $@
 
 clean:

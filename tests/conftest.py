@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -134,6 +135,18 @@ def one_class(tmp_path):
         folder.mkdir(parents=True)
         Image.new("RGB", (20, 30), (200, 30, 90)).save(folder / "a.jpg")
     return tmp_path / "data"
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory) -> Path:
+    """The project's files as a fresh clone would have them, with what is not committed yet."""
+    folder = tmp_path_factory.mktemp("clone")
+    command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\0"):
+        if name and (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    return folder
 
 
 @pytest.fixture

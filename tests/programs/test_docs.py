@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,18 +22,6 @@ def title(page: Path) -> str:
 
 def test_the_reference_of_flags_is_not_stale():
     assert PAGE.read_text(encoding="utf-8") == reference(), "run: python -m tools.flags"
-
-
-@pytest.fixture(scope="module")
-def clone(tmp_path_factory) -> Path:
-    """The project's files as a fresh clone would have them, with what is not committed yet."""
-    folder = tmp_path_factory.mktemp("clone")
-    command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    for name in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\0"):
-        if name and (ROOT / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, folder / name)
-    return folder
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if RUNNABLE.search(page.read_text())], ids=title)

@@ -1,0 +1,87 @@
+"""What `pip install .` installs: all that the programs need, and nothing that is no part of them."""
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from packaging.requirements import Requirement
+
+PACKAGES = ("util", "tools", "experiments", "benchmarks")
+
+
+def read_requirements(name: str) -> list[Requirement]:
+    lines = (line.partition("#")[0].strip() for line in (ROOT / name).read_text(encoding="utf-8").splitlines())
+    return [Requirement(line) for line in lines if line]
+
+
+@pytest.fixture(scope="module")
+def installed(clone, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("installed")
+    flags = ["--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--no-compile", "--target", str(folder)]
+    done = subprocess.run([sys.executable, "-m", "pip", "install", *flags, str(clone)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def distribution(installed) -> importlib.metadata.Distribution:
+    (found,) = importlib.metadata.distributions(path=[str(installed)])
+    return found
+
+
+@pytest.fixture
+def elsewhere(installed, tmp_path):
+    """Runs Python in a folder that is not the project's; returns its standard output."""
+
+    def call(*arguments: str) -> str:
+        environment = {**os.environ, "PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return call
+
+
+def test_every_module_and_data_file_is_installed_and_nothing_else(clone, distribution):
+    """A module of the root that pyproject.toml does not list is missing here."""
+    wanted = {path.name for path in clone.glob("*.py")} - {"hubconf.py"}
+    for package in PACKAGES:
+        paths = (path for path in (clone / package).rglob("*") if path.suffix in (".py", ".csv", ".json"))
+        wanted |= {path.relative_to(clone).as_posix() for path in paths}
+    found = {str(path) for path in distribution.files or ()}
+    assert {name for name in found if ".dist-info/" not in name} == wanted
+
+
+def test_metadata_has_the_requirements_and_extras(distribution):
+    requirements = [Requirement(line) for line in distribution.requires or ()]
+
+    def of(extra: str) -> set[tuple[str, str]]:
+        chosen = (r for r in requirements if (r.marker.evaluate({"extra": extra}) if r.marker else not extra))
+        return {(r.name, str(r.specifier)) for r in chosen}
+
+    files = {"": "requirements.txt", "dev": "requirements-dev.txt", "bench": "benchmarks/requirements.txt"}
+    for extra, name in files.items():
+        assert of(extra) == {(r.name, str(r.specifier)) for r in read_requirements(name)}
+    assert set(distribution.metadata.get_all("Provides-Extra") or ()) == {"dev", "bench"}
+
+
+def test_the_models_import_from_any_folder(elsewhere, installed):
+    printed = elsewhere("-c", "import models_mae, models_cmm, masking; print(models_mae.__file__)")
+    assert Path(printed.strip()) == installed / "models_mae.py"
+
+
+def test_a_program_runs_from_any_folder(elsewhere):
+    assert "--mask_ratio" in elsewhere("-m", "main_pretrain", "--help")
+
+
+def test_constraints_meet_the_requirements():
+    """pip install -c constraints.txt finds a version of each."""
+    pinned = {r.name: re.sub("^==", "", str(r.specifier)) for r in read_requirements("constraints.txt")}
+    for requirement in read_requirements("requirements.txt") + read_requirements("requirements-dev.txt"):
+        assert requirement.specifier.contains(pinned[requirement.name]), requirement
