@@ -7,6 +7,7 @@ import torch
 from small_runs import SMALL
 
 from experiments import judge_masks
+from masking import Masking, MaskSettings
 from models_mae import mae_vit_micro_patch4
 from util.plots.snapshot import Masked, Snapshot
 
@@ -55,12 +56,13 @@ def test_edge_energy_of_a_step(model):
 
 def test_figures_of_random_masks_and_of_one_mask_for_all(model, imgs):
     settings = {"mask_ratio": 0.75}
-    random = Snapshot("random", model, None, settings, 0, None)
+    masking = Masking(MaskSettings(**settings), model.patch_embed.grid_size)
+    random = Snapshot("random", model, masking, settings, 0, None)
     figures = dict(zip(judge_masks.COLUMNS, judge_masks.judge(random, model, imgs, 0), strict=True))
     assert figures["judge"] == figures["own"] == pytest.approx(1, abs=0.02)  # noise looks the same anywhere
     assert figures["visible"] == 0.25
     assert figures["by place"] < 0.02
-    fixed = Fixed("fixed", model, None, settings, 0, None)
+    fixed = Fixed("fixed", model, masking, settings, 0, None)
     figures = dict(zip(judge_masks.COLUMNS, judge_masks.judge(fixed, model, imgs, 0), strict=True))
     assert (figures["visible"], figures["unseen"], figures["by place"]) == (0.25, 0.75, pytest.approx(1))
     assert figures["mirrored"] == 0  # a whole row is its own mirror image
