@@ -134,9 +134,6 @@ def test_the_bare_command_is_the_papers_setting():
     ]
     found = departures("--blr", "3e-4", "--input_size", "96")
     assert found == ["lr 0.0048 (0.0024)", "input_size [96, 96] ([224, 224])"]
-        "lr 0.0048 (0.0024)",
-        "input_size [96, 96] ([224, 224])",
-    ]
     assert departures("--masking", "random", "--lambda_kl", "3") == ["masking random (curriculum)"]
 
 
