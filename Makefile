@@ -1,5 +1,5 @@
 # make demo   set up and pretrain MAE and CL-MAE on built-in images (a few minutes on 2 cores)
-# make test   set up, lint, and run all tests
+# make test   set up, lint, and run all tests; make test-fast: only those that take seconds
 # The environment in .venv is built from the requirements files and rebuilt only when they change.
 
 PYTHON ?= python3
@@ -7,16 +7,20 @@ JOBS ?= 2
 VENV := .venv
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-fast lint clean
 demo: $(STAMP)
 	./demo.sh $(VENV)/bin/python
 
 test: $(STAMP) lint
 	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup
 
+test-fast: $(STAMP)
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup -m "not slow and not cluster"
+
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/pyright
 
 $(STAMP): requirements.txt requirements-dev.txt
 	$(PYTHON) -m venv --clear $(VENV)

@@ -146,7 +146,7 @@ def get_args_parser() -> ArgumentParser:
 
     optim = parser.add_argument_group("optimization")
     optim.add_argument("--weight_decay", default=0.05, type=non_negative, help="for matrices and tokens")
-    optim.add_argument("--lr", type=positive, help="absolute learning rate; default: blr * batch / 256")
+    optim.add_argument("--lr", type=non_negative, help="absolute learning rate; default: blr * batch / 256")
     optim.add_argument(
         "--blr", default=1.5e-4, type=non_negative, help="learning rate per 256 images of a global batch"
     )

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from processes import ENVIRONMENT, ROOT, processes_with
 from slurm import slurm_fixture  # noqa: F401
 from torch import nn
 
@@ -25,31 +26,23 @@ from util.cli import STOP_SIGNALS, logger, run
 from util.data.shapes import CAMOUFLAGED, ShapesDataset
 from util.datasets import pixel_statistics
 
-ROOT = Path(__file__).parent.parent
-DATA = Path(__file__).parent / "data"
-LONG = (
-    "test_launcher",
-    "test_slurm_cluster",
-    "test_exact_resume",
-    "test_curriculum",
-    "test_end_to_end",
-    "test_distributed",
-    "test_docs",
-    "test_main_finetune",
-)
+DATA = ROOT / "tests" / "data"
+MARKERS = ("cluster", "slow")
 
 torch.set_num_threads(1)  # small models: two test processes with a thread each beat one with two
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that share something dear, such as a cluster, go to the same one of several test processes. The long ones
+    """Tests that share something expensive, such as a cluster, go to the same one of several test processes. Slow ones
     start first, so that at the end no process waits for another."""
     for item in items:
+        if "slurm" in item.fixturenames:
+            item.add_marker(pytest.mark.cluster)
         for name in ("slurm", "worlds"):
             if name in item.fixturenames:
                 item.add_marker(pytest.mark.xdist_group(name))
-    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+    items.sort(key=lambda item: next((at for at, name in enumerate(MARKERS) if item.get_closest_marker(name)), 2))
 
 
 @pytest.fixture(scope="session")
@@ -158,11 +151,6 @@ def clmae_log(caplog):
     logger.propagate = False
 
 
-def processes_with(text: str) -> list[int]:
-    """Numbers of the processes whose command line has `text`."""
-    return [int(pid) for pid in subprocess.run(["pgrep", "-f", text], capture_output=True, text=True).stdout.split()]
-
-
 @pytest.fixture
 def background(tmp_path):
     """Starts a command in a session of its own; returns the process and the file with all that it says.
@@ -172,7 +160,7 @@ def background(tmp_path):
 
     def start(command: list[str], **environment: str) -> tuple[subprocess.Popen, Path]:
         said = tmp_path / "said.txt"
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
+        env = {**ENVIRONMENT, **environment}
         with open(said, "w") as file:
             process = subprocess.Popen(command, stdout=file, stderr=file, env=env, cwd=tmp_path, start_new_session=True)
         started.append(process)

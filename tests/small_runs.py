@@ -1,14 +1,14 @@
-"""Small pretraining runs, what they leave, and how to compare them."""
+"""Small runs: their flags, what they leave, and how to compare them. Flags given after these override them."""
 
 import json
 from pathlib import Path
 
 import torch
 
+DATA = ("--data_set", "shapes", "--shapes_images", "48", "--num_workers", "0", "--device", "cpu")
 SMALL = (
-    *("--model", "mae_vit_micro_patch4", "--input_size", "16", "--norm_pix_loss", "--data_set", "shapes"),
-    *("--shapes_images", "48", "--batch_size", "16", "--epochs", "2", "--warmup_epochs", "1", "--num_workers", "0"),
-    *("--cmm_depth", "1", "--device", "cpu"),
+    *("--model", "mae_vit_micro_patch4", "--input_size", "16", "--cmm_depth", "1", *DATA),
+    *("--batch_size", "16", "--epochs", "2", "--warmup_epochs", "1"),
 )
 
 

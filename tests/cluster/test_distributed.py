@@ -2,39 +2,19 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
 
 import pytest
+import small_runs
 import torch
-from conftest import ROOT, processes_with
+from processes import ROOT, processes_with, run_to_end, torchrun, wait_for, wait_until
 from worker_distributed import VARIANTS
 
 from util.cli import Interrupted, UserError
 from util.misc import own_gpu
 
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-SMALL = (
-    *("--model", "mae_vit_micro_patch4", "--input_size", "16", "--norm_pix_loss", "--data_set", "shapes"),
-    *("--shapes_images", "240", "--batch_size", "8", "--epochs", "50", "--warmup_epochs", "1", "--num_workers", "1"),
-    *("--cmm_depth", "1", "--device", "cpu"),
-)
-
-
-def torchrun(processes, *command):
-    return [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"),
-        *map(str, command),
-    ]
-
-
-def wait_for(text, said, process, seconds=240):
-    end = time.monotonic() + seconds
-    while text not in said.read_text():
-        assert process.poll() is None, said.read_text()
-        assert time.monotonic() < end, said.read_text()
-        time.sleep(0.05)
+SMALL = (*small_runs.SMALL, "--shapes_images", 240, "--batch_size", 8, "--epochs", 50, "--num_workers", 1)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +25,7 @@ def worlds(tmp_path_factory):
     for size in (1, 2, 4):
         command = [sys.executable, str(worker)] if size == 1 else torchrun(size, worker)
         output = folder / f"{size}.pth"
-        done = subprocess.run([*command, str(output)], capture_output=True, text=True, env=ENVIRONMENT, timeout=300)
+        done = run_to_end([*command, output])
         assert done.returncode == 0, done.stderr
         made[size] = [torch.load(f"{output}.{rank}") for rank in range(size)]
     return made
@@ -101,7 +81,7 @@ def test_an_exception_on_one_process_ends_all_with_its_traceback(background, tmp
         "main_pretrain.run(main_pretrain.main, main_pretrain.get_args_parser())\n"
     )
     process, said = background(torchrun(2, tmp_path / "broken.py", *SMALL))
-    wait_for("epoch 0 done", said, process)
+    wait_for("epoch 1/50 done", said, process)
     assert process.wait(timeout=30) != 0
     text = said.read_text()
     assert "ERROR: process 1 failed:\nTraceback (most recent call last):" in text
@@ -112,7 +92,7 @@ def test_an_exception_on_one_process_ends_all_with_its_traceback(background, tmp
 
 def test_a_process_that_dies_is_reported_within_seconds(background, tmp_path):
     process, said = background(torchrun(2, ROOT / "main_pretrain.py", *SMALL, "--output_dir", tmp_path / "out"))
-    wait_for("epoch 0 done", said, process)
+    wait_for("epoch 1/50 done", said, process)
     launcher, _, second, *_ = sorted(processes_with(str(tmp_path / "out")))
     assert launcher == process.pid
     os.kill(second, signal.SIGKILL)
@@ -123,7 +103,7 @@ def test_a_process_that_dies_is_reported_within_seconds(background, tmp_path):
     assert (tmp_path / "out" / "checkpoint-last.pth").exists()
 
 
-@pytest.mark.parametrize("moment", ["starting from the beginning", "epoch 0 done"])
+@pytest.mark.parametrize("moment", ["starting from the beginning", "epoch 1/50 done"])
 def test_processes_whose_torchrun_is_gone_save_and_end(background, tmp_path, moment):
     """A new torchrun may be about to continue the run in the same folder."""
     flags = (*SMALL, "--resume", "auto", "--output_dir", tmp_path / "out")
@@ -131,26 +111,19 @@ def test_processes_whose_torchrun_is_gone_save_and_end(background, tmp_path, mom
     wait_for(moment, said, process)
     process.kill()
     process.wait()
-    end = time.monotonic() + 30
-    while processes_with(str(tmp_path / "out")):
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    wait_until(lambda: not processes_with(str(tmp_path / "out")), seconds=30)
     assert "stopped by the end of torchrun after step" in said.read_text()
 
 
-def test_a_mistake_is_told_once(tmp_path):
+def test_a_mistake_is_told_once_and_in_torchruns_summary(tmp_path):
     flags = ("--output_dir", tmp_path / "out", "--global_batch_size", 7)
-    done = subprocess.run(
-        torchrun(2, ROOT / "main_pretrain.py", *SMALL, *flags),
-        capture_output=True,
-        text=True,
-        env=ENVIRONMENT,
-        timeout=120,
-        check=False,
-    )
+    done = run_to_end(torchrun(2, ROOT / "main_pretrain.py", *SMALL, *flags))
     assert done.returncode != 0
-    sentence = "ERROR: --global_batch_size 7 cannot be split evenly into 2: 2 processes with --accum_iter 1"
-    assert done.stderr.count(sentence) == 1
+    sentence = "--global_batch_size 7 cannot be split evenly into 2: 2 processes with --accum_iter 1"
+    assert done.stderr.count(f"ERROR: {sentence}") == 1
+    summary = done.stderr.partition("Root Cause (first observed failure):")[2]
+    assert sentence in summary, done.stderr
+    assert "Traceback" not in summary
     assert not (tmp_path / "out").exists()
 
 
@@ -160,7 +133,7 @@ def test_a_signal_saves_and_ends_with_a_code_of_its_own(background, tmp_path, la
     program = (ROOT / "main_pretrain.py", *SMALL, "--output_dir", tmp_path / "out")
     command = [sys.executable, *map(str, program)] if launcher == "python" else torchrun(2, *program)
     process, said = background(command)
-    wait_for("epoch 1 [", said, process)
+    wait_for("epoch 1/50 [", said, process)
     (os.killpg if launcher == "python" else os.kill)(process.pid, signal.SIGTERM)
     code = process.wait(timeout=30)
     assert code == (Interrupted.exit_code if launcher == "python" else 1), said.read_text()

@@ -10,15 +10,13 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, processes_with
-from small_runs import assert_same_training, checkpoint
-from test_distributed import ENVIRONMENT, torchrun
+from processes import ROOT, processes_with, run_to_end, torchrun
+from small_runs import SMALL, assert_same_training, checkpoint
 
 KILLS = 6  # in one process, and as many under torchrun
 FLAGS = (
-    *("--model", "mae_vit_micro_patch4", "--input_size", "16", "--norm_pix_loss", "--data_set", "shapes"),
-    *("--shapes_images", "480", "--epochs", "10", "--warmup_epochs", "1", "--cmm_depth", "1", "--device", "cpu"),
-    *("--global_batch_size", "16", "--save_every", "2", "--save_minutes", "0.002"),
+    *(*SMALL, "--shapes_images", 480, "--epochs", 10),
+    *("--global_batch_size", 16, "--save_every", 2, "--save_minutes", 0.002),
 )
 
 
@@ -55,7 +53,8 @@ def uninterrupted(tmp_path_factory):
     def run(processes: int) -> Path:
         if processes not in made:
             folder = made[processes] = tmp_path_factory.mktemp("whole") / "run"
-            subprocess.run(command(processes, folder, "--num_workers", "1"), check=True, timeout=300, env=ENVIRONMENT)
+            done = run_to_end(command(processes, folder, "--num_workers", 1))
+            assert done.returncode == 0, done.stderr
         return made[processes]
 
     return run
@@ -77,10 +76,7 @@ def test_killed_runs_end_as_if_nothing_had_happened(background, uninterrupted, t
         text = said.read_text()
         resumed_within_an_epoch += "resuming from" in text and ", after 0 of its updates" not in text
     assert resumed_within_an_epoch
-    flags = ("--resume", "auto", "--num_workers", "1")
-    done = subprocess.run(
-        command(processes, folder, *flags), capture_output=True, text=True, timeout=300, env=ENVIRONMENT, check=False
-    )
+    done = run_to_end(command(processes, folder, "--resume", "auto", "--num_workers", 1))
     assert done.returncode == 0, done.stderr
 
     whole = uninterrupted(processes)

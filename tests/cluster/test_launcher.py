@@ -1,36 +1,41 @@
 """Jobs of a cluster: what is asked of it, and, on a real SLURM, runs on two nodes that survive what clusters do."""
 
+import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import submitit
-from small_runs import assert_same_training, checkpoint
+from processes import ROOT, run_to_end, wait_for, wait_until
+from small_runs import DATA, SMALL, assert_same_training, checkpoint
 from submitit.core import utils
-from test_distributed import wait_for as await_text
 
 import main_knn
 import main_pretrain
 from util.cli import UserError, logger
-from util.training.launcher import Run, add_job_arguments, build_executor, combinations, failure, launch, program_args
-
-ROOT = Path(__file__).parents[2]
-RUN = (
-    *("--model", "mae_vit_micro_patch4", "--input_size", "16", "--norm_pix_loss", "--data_set", "shapes"),
-    *("--shapes_images", "480", "--epochs", "8", "--warmup_epochs", "1", "--num_workers", "1", "--cmm_depth", "1"),
-    *("--global_batch_size", "16", "--device", "cpu"),
+from util.training import launcher
+from util.training.launcher import (
+    ClusterJob,
+    add_job_arguments,
+    build_executor,
+    combinations,
+    failure,
+    launch,
+    program_args,
 )
+
+STAMP = len("2030-12-31 23:59:59  ")  # before each line that is not for a terminal
+RUN = (*SMALL, "--shapes_images", "480", "--epochs", "8", "--num_workers", "1", "--global_batch_size", "16")
 
 
 def flags(*extra):
     parser = main_pretrain.get_args_parser()
     add_job_arguments(parser)
-    parser.set_defaults(device=None)
     return parser.parse_args([str(flag) for flag in extra])
 
 
@@ -51,11 +56,9 @@ def submitted(slurm, monkeypatch, tmp_path):
     logger.handlers.clear()
 
 
-def wait_for(condition, slurm, job_id, timeout=240):
-    end = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < end, (slurm.state(job_id), said(job_id))
-        time.sleep(0.1)
+def job_in(told):
+    """The number of the job that the launcher has told of."""
+    return re.search(r"^.* job (\d+)$", told, re.MULTILINE)[1]
 
 
 def said(job_id, kind="out", folder=None):
@@ -93,7 +96,11 @@ def test_a_restarted_job_continues_whatever_it_began_with(tmp_path):
     folder.mkdir()
 
     def resume(*extra):
-        return Run("main_pretrain", program_args(flags("--output_dir", tmp_path / "%j", *extra))).own_args("7").resume
+        return (
+            ClusterJob("main_pretrain", program_args(flags("--output_dir", tmp_path / "%j", *extra)))
+            .own_args("7")
+            .resume
+        )
 
     assert resume() == "auto"
     assert resume("--resume", "x.pth") == "x.pth"
@@ -101,7 +108,7 @@ def test_a_restarted_job_continues_whatever_it_began_with(tmp_path):
     assert resume("--resume", "x.pth") == "auto", "not from x.pth again"
     args = program_args(flags("--output_dir", folder, "--resume", "head.pth"))
     args.eval = True
-    assert Run("main_linprobe", args).own_args("7").resume == "head.pth"
+    assert ClusterJob("main_linprobe", args).own_args("7").resume == "head.pth"
 
 
 def test_the_failure_of_a_job_is_that_of_the_first_process_to_fail(tmp_path):
@@ -151,23 +158,55 @@ def test_arrays_multiply():
         (("--cluster", "slurm"), "no SLURM here (no srun)"),
         (("--cluster", "local"), "--cluster local is this machine alone: use --nodes 1"),
         (("--cluster", "debug", "--nodes", "1", "--ngpus", "2"), "--ngpus 1, or 0"),
-        (("--nodes", "0"), "--nodes 0 must be at least 1"),
-        (("--ngpus", "-1"), "--ngpus -1 must not be negative"),
+        (("--nodes", "0"), "argument --nodes: 0 must be at least 1"),
+        (("--ngpus", "-1"), "argument --ngpus: -1 must be at least 0"),
         (("--array", "seed"), "--array seed: give a flag and its values"),
         (("--array", "nodes=1,2"), "--nodes is the same for all runs of an array"),
         (("--array", "seed=0,1", "--output_dir", "runs/a"), "the runs would share runs/a; put %j"),
-        (("--array", "seed=a,b"), "argument --seed: invalid int value: 'a'"),
+        (("--array", "seed=a,b"), "argument --seed: 'a' is not a whole number"),
         (("--cluster", "cloud"), "argument --cluster: invalid choice: 'cloud'"),
+        (("--model", "mae_vit_bsae"), "--model mae_vit_bsae is unknown; known are mae_vit_base"),
+        (("--mask_ratio", "3"), "argument --mask_ratio: 3 must be above 0 and below 1"),
+        (("--masking", "mine.py:stripes"), "--masking mine.py:stripes: there is no file mine.py"),
+        (("--array", "mask_ratio=0.5,3"), "argument --mask_ratio: 3 must be above 0 and below 1"),
     ],
 )
 def test_bad_requests_end_with_one_sentence(monkeypatch, capsys, tmp_path, argv, expected):
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(launcher, "submit", None)  # nothing gets that far
     with pytest.raises(SystemExit) as stop:
-        launch("main_pretrain", main_pretrain.get_args_parser(), list(argv))
+        launch("main_pretrain", main_pretrain.get_args_parser(), ["--data_set", "shapes", *argv])
     assert stop.value.code == 2
     error = capsys.readouterr().err
     assert expected in error
     assert len(error.splitlines()) == 1
+
+
+def test_data_out_of_this_machines_sight_is_worth_a_warning_only(monkeypatch, capsys):
+    submitted = []
+    monkeypatch.setattr(launcher, "build_executor", lambda *_: None)
+    monkeypatch.setattr(launcher, "submit", lambda _, jobs, args: submitted.extend(jobs))
+    launch("main_knn", main_knn.get_args_parser(), ["--data_path", "nowhere", "--finetune", "none.pth"])
+    warnings = capsys.readouterr().err.splitlines()
+    assert warnings == [
+        "WARNING: --data_path nowhere is not a folder on this machine; do the cluster's nodes see it?",
+        "WARNING: --finetune none.pth does not exist on this machine; do the cluster's nodes see it?",
+    ]
+    assert [job.program for job in submitted] == ["main_knn"]
+
+
+@pytest.mark.parametrize("script", ["finetune", "linprobe", "eval"])
+def test_every_evaluation_has_a_launcher(monkeypatch, tmp_path, script):
+    """In this very process, by --cluster debug."""
+    monkeypatch.chdir(tmp_path)
+    own = {"finetune": ("--epochs", 1, "--warmup_epochs", 0), "linprobe": ("--epochs", 1, "--warmup_epochs", 0)}
+    encoder = ("--model", "vit_micro_patch4", "--input_size", 16, "--batch_size", 16, *DATA)
+    job = ("--cluster", "debug", "--nodes", 1, "--ngpus", 0, "--job_dir", "job")
+    argv = [f"submitit_{script}.py", *job, *encoder, *own.get(script, ("--task", "knn"))]
+    monkeypatch.setattr(sys, "argv", [str(word) for word in argv])
+    runpy.run_path(str(ROOT / argv[0]), run_name="__main__")
+    (result,) = (tmp_path / "job" / "results.jsonl").read_text().splitlines()
+    assert json.loads(result)["protocol"] == {"eval": "knn"}.get(script, script)
 
 
 def test_local_processes_as_a_user_starts_them(background, tmp_path):
@@ -175,13 +214,10 @@ def test_local_processes_as_a_user_starts_them(background, tmp_path):
     job = ("--cluster", "local", "--nodes", "1", "--ngpus", "2")
     command = [sys.executable, str(ROOT / "submitit_pretrain.py"), *job, *RUN, "--epochs", "4"]
     process, told = background(command, PYTHONPATH="")
-    await_text(f"{tmp_path}", told, process)
-    job_id = told.read_text().split()[1]
+    wait_for(f"{tmp_path}", told, process)
+    job_id = job_in(told.read_text())
     folder = tmp_path / "output_dir" / job_id
-    end = time.monotonic() + 240
-    while "epoch 0 done" not in said(job_id, folder=folder):
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    wait_until(lambda: "epoch 1/4 done" in said(job_id, folder=folder), told.read_text)
     for task in subprocess.run(["pgrep", "-P", job_id], capture_output=True, text=True).stdout.split():
         os.kill(int(task), signal.SIGUSR2)
     assert process.wait(timeout=120) == 0, told.read_text()
@@ -201,8 +237,9 @@ def reference(slurm, tmp_path_factory):
     """An uninterrupted run on two nodes, started by the very command of a user."""
     folder = tmp_path_factory.mktemp("reference")
     command = [sys.executable, str(ROOT / "submitit_pretrain.py"), "--nodes", "2", "--ngpus", "0", *RUN]
-    done = subprocess.run(command, cwd=folder, env=slurm.env, capture_output=True, text=True, timeout=180, check=True)
-    job_id = done.stdout.split()[1]
+    done = run_to_end(command, cwd=folder, env=slurm.env)
+    assert done.returncode == 0, done.stderr
+    job_id = job_in(done.stdout)
     assert slurm.wait(job_id, "COMPLETED", "FAILED") == "COMPLETED"
     return folder / "output_dir" / job_id, done.stdout
 
@@ -210,7 +247,7 @@ def reference(slurm, tmp_path_factory):
 def test_two_nodes(reference):
     folder, told = reference
     job_id = folder.name
-    assert told.splitlines() == [
+    assert [line[STAMP:] for line in told.splitlines()] == [
         f"job {job_id}",
         f"  logs    {folder}",
         f"  follow  tail -F {folder / f'{job_id}_0_log.out'}",
@@ -222,7 +259,7 @@ def test_two_nodes(reference):
 
 
 def test_gpus_are_asked_for_and_the_cpu_computes(submitted, slurm, reference):
-    (job,) = submitted("--nodes", 2, "--ngpus", 2, "--epochs", 1, *RUN[: RUN.index("--epochs")], *RUN[-8:])
+    (job,) = submitted("--nodes", 2, "--ngpus", 2, *RUN, "--epochs", 1)
     assert slurm.wait(job.job_id, "COMPLETED", "FAILED") == "COMPLETED", said(job.job_id, "err")
     assert "gres:gpu:2" in slurm.run("scontrol", "show", "job", job.job_id)
     assert "batch 4 x 1 on each of 4 processes" in said(job.job_id)
@@ -232,18 +269,18 @@ def test_interrupted_and_preempted_runs_go_on_and_end_the_same(submitted, slurm,
     """First by submitit's own signals, then by a job that is more urgent: two requeues of one run. Of so few minutes
     submitit thinks that they are over, so the first is a time-out."""
     (job,) = submitted("--nodes", 2, "--ngpus", 0, "--timeout", 10, *RUN)
-    wait_for(lambda: "epoch 0 done" in said(job.job_id), slurm, job.job_id)
+    wait_until(lambda: "epoch 1/8 done" in said(job.job_id), lambda: said(job.job_id))
     job._interrupt()
-    wait_for(lambda: "resuming from" in said(job.job_id), slurm, job.job_id)
+    wait_until(lambda: "resuming from" in said(job.job_id), lambda: said(job.job_id))
     assert slurm.restarts(job.job_id) == 1
     assert "Job has timed out" in said(job.job_id)
     assert "9999 remaining timeouts" in said(job.job_id)
 
-    wait_for(lambda: said(job.job_id).count(" done, ") >= 3, slurm, job.job_id)
+    wait_until(lambda: said(job.job_id).count(" done, ") >= 3, lambda: said(job.job_id))
     slurm.run(
         *("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", f"--output={tmp_path}/urgent", "--wrap=sleep 1")
     )
-    wait_for(lambda: said(job.job_id).count("resuming from") == 2, slurm, job.job_id)
+    wait_until(lambda: said(job.job_id).count("resuming from") == 2, lambda: said(job.job_id))
     assert slurm.restarts(job.job_id) == 2
     assert slurm.wait(job.job_id, "COMPLETED", "FAILED") == "COMPLETED", said(job.job_id, "err")
     assert said(job.job_id, "err").count("WARNING: stopped by SIG") == 2, "it saved before it left"
@@ -260,10 +297,9 @@ def test_a_job_that_fails_is_reported_with_its_traceback(submitted, slurm, refer
 
 
 def test_an_array_of_evaluations(submitted, slurm, reference):
-    data = ("--data_set", "shapes", "--shapes_images", 200, "--num_workers", 0, "--device", "cpu")
     jobs = submitted(
         *("--nodes", 1, "--ngpus", 0, "--array", "seed=0,1", "distance=euclidean,cosine"),
-        *("--finetune", reference[0], *data),
+        *("--finetune", reference[0], *DATA),
         program=main_knn,
     )
     assert len({job.job_id.split("_")[0] for job in jobs}) == 1, "one array"
@@ -284,9 +320,9 @@ def test_the_sbatch_file_of_the_documentation(slurm, reference, tmp_path):
     submit = ("env", f"--chdir={ROOT}", f"PATH={path}", "sbatch", "--parsable", *smaller, str(file))
     job_id = slurm.run(*submit, *RUN, "--output_dir", str(tmp_path / "run")).strip()
     log = tmp_path / "log"
-    wait_for(lambda: log.exists() and "epoch 0 done" in log.read_text(), slurm, job_id)
+    wait_until(lambda: log.exists() and "epoch 1/8 done" in log.read_text(), log.read_text)
     slurm.run("scancel", "--signal=USR2", job_id)
-    wait_for(lambda: "resuming from" in log.read_text(), slurm, job_id)
+    wait_until(lambda: "resuming from" in log.read_text(), log.read_text)
     assert slurm.wait(job_id, "COMPLETED", "FAILED") == "COMPLETED", log.read_text()
     assert "stopped by SIGUSR2" in log.read_text()
     assert slurm.restarts(job_id) == 1

@@ -1,24 +1,16 @@
 """The SLURM that other tests run jobs on: two nodes with GPUs, preemption, and nothing left afterwards."""
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import slurm as slurm_module
+from processes import wait_until
 from slurm import Cluster
 
 
 def submit(cluster: Cluster, log: Path, command: str, *flags: str) -> str:
     """Submits a shell command as a batch job, and returns the job's id."""
     return cluster.run("sbatch", "--parsable", f"--output={log}", *flags, f"--wrap={command}").strip()
-
-
-def wait_until(condition: Callable[[], bool], timeout: float = 30) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def test_a_job_runs_on_both_nodes(slurm, tmp_path):

@@ -7,13 +7,16 @@ import os
 import sys
 
 import torch
+from small_runs import SMALL
 
-import engine_pretrain
+import util.cli
 import util.misc
-from main_pretrain import build_state, check_args, get_args_parser, settle_batch_and_rates
+from engine_pretrain import train_one_epoch
+from main_pretrain import build_masking, build_networks, check_args, get_args_parser, settle_batch_and_rates
 from util.datasets import build_pretrain_loader
 from util.misc import NativeScalerWithGradNormCount, get_rank, get_world_size, init_distributed_mode, with_ddp
 from util.training.progress import EpochLog, LossGuard
+from util.training.resume import Start
 
 GLOBAL_BATCH = 8  # of each iteration, whatever the number of processes
 VARIANTS = {
@@ -58,8 +61,8 @@ util.misc.mean_in_rank_order = counted_exchange
 
 
 def run(args):
-    state, loader = build_state(args, torch.device("cpu")), build_pretrain_loader(args)
-    scaler, scaler_cmm = Recorder(), Recorder()
+    state, loader = build_networks(args, torch.device("cpu")), build_pretrain_loader(args)
+    state.scaler, state.scaler_cmm = scaler, scaler_cmm = Recorder(), Recorder()
     losses, removed = [], []
 
     class Log(EpochLog):
@@ -67,21 +70,9 @@ def run(args):
             losses.append({name: value.item() for name, value in values.items()})
             super().add(iteration, values, *rest)
 
-    engine_pretrain.EpochLog = Log
+    log = Log(Start(0), len(loader), LossGuard(skip=False), None, args)
     state.model.register_forward_hook(lambda *call: removed.append(call[-1][2].sum().item()))
-    engine_pretrain.train_one_epoch(
-        with_ddp(state.model),
-        loader,
-        state.optimizer,
-        torch.device("cpu"),
-        0,
-        scaler,
-        cmm=None if state.cmm is None else with_ddp(state.cmm),
-        optimizer_cmm=state.optimizer_cmm,
-        loss_scaler_cmm=scaler_cmm,
-        loss_guard=LossGuard(skip=False),
-        args=args,
-    )
+    train_one_epoch(with_ddp(state.model), loader, build_masking(state, args), state, 0, log, args)
     return {
         "losses": losses,
         "gradients": scaler.gradients,
@@ -112,25 +103,9 @@ def main(output):
     torch.set_num_threads(1)
     results = {}
     for name, flags in VARIANTS.items():
-        args = get_args_parser().parse_args(
-            [
-                *("--model", "mae_vit_micro_patch4", "--input_size", "16", "--norm_pix_loss", "--data_set", "shapes"),
-                *(
-                    "--shapes_images",
-                    "32",
-                    "--epochs",
-                    "2",
-                    "--warmup_epochs",
-                    "0",
-                    "--lr",
-                    "1e-3",
-                    "--num_workers",
-                    "0",
-                ),
-                *("--batch_size", str(GLOBAL_BATCH // int(os.environ.get("WORLD_SIZE", 1))), "--cmm_depth", "1"),
-                *("--output_dir", "", *flags),
-            ]
-        )
+        batch = str(GLOBAL_BATCH // int(os.environ.get("WORLD_SIZE", 1)))
+        rest = ("--shapes_images", "32", "--batch_size", batch, "--warmup_epochs", "0", "--lr", "1e-3")
+        args = get_args_parser().parse_args([*SMALL, *rest, "--output_dir", "", *flags])
         check_args(args)
         if not results:
             init_distributed_mode(args)
@@ -139,7 +114,7 @@ def main(output):
     if get_world_size() > 1:
         results["means"] = [mean_at(offset) for offset in (0, 333)]
     torch.save(results, f"{output}.{get_rank()}")
-    util.misc.leave(0, together=True)
+    util.cli.leave(0, together=True)
 
 
 if __name__ == "__main__":

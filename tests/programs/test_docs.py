@@ -2,12 +2,11 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from processes import ENVIRONMENT, ROOT, run_to_end
 
 from tools.flags import PAGE, reference
 
@@ -29,10 +28,8 @@ def test_runnable_commands_run(clone, page):
     """All of a page, in its order: later commands use what earlier ones leave."""
     script = "\n".join(RUNNABLE.findall(page.read_text(encoding="utf-8")))
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        ["bash", "-euxo", "pipefail", "-c", script], cwd=clone, env=environment, capture_output=True, text=True
-    )
+    environment = {**ENVIRONMENT, "PATH": path, "PYTHONPATH": ""}
+    done = run_to_end(["bash", "-euxo", "pipefail", "-c", script], cwd=clone, env=environment, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 

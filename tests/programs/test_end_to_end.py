@@ -9,7 +9,7 @@ import main_linprobe
 import main_pretrain
 
 PRETRAIN = (
-    *("--model", "mae_vit_micro_patch4", "--input_size", "16", "--mask_ratio", "0.5", "--norm_pix_loss"),
+    *("--model", "mae_vit_micro_patch4", "--input_size", "16", "--mask_ratio", "0.5"),
     *("--data_set", "shapes", "--shapes_images", "2000", "--num_workers", "1"),
     *("--epochs", "20", "--warmup_epochs", "1", "--batch_size", "32", "--blr", "16e-3", "--cmm_depth", "1"),
 )

@@ -1,11 +1,10 @@
 """The encoder through torch.hub, in a program that knows nothing of this project."""
 
 import os
-import subprocess
 import sys
 
 import torch
-from conftest import ROOT
+from processes import ROOT, run_to_end
 
 import hubconf
 import models_vit
@@ -41,8 +40,7 @@ def test_hub_gives_the_encoder_to_a_program_with_modules_of_the_same_names(tmp_p
         (elsewhere / f"{name}.py").write_text("MINE = True\n")
     (elsewhere / "program.py").write_text(HUB)
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "program.py", ROOT, run]
-    result = subprocess.run(command, cwd=elsewhere, env=env, capture_output=True, text=True)
+    result = run_to_end([sys.executable, "program.py", ROOT, run], cwd=elsewhere, env=env)
     assert result.returncode == 0, result.stderr
     token, mean, loss = torch.load(elsewhere / "out.pth")
     imgs = torch.ones(2, 3, 32, 32)

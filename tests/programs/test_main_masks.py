@@ -125,7 +125,7 @@ def test_masks_from_elsewhere(runs, program, tmp_path):
     mask = random_mask(4).numpy().reshape(4, 4, 4)
     np.savez(tmp_path / "mine.npz", images=np.array([f"{index}.png" for index in range(4)]), mask=mask)
     where = ("--judge", runs / "random", "--output_dir", tmp_path / "out")
-    code, out, err = program(main_masks, tmp_path / "mine.npz", *where)
+    code, _, err = program(main_masks, tmp_path / "mine.npz", *where)
     assert (code, err) == (0, "")
     (found,) = json.loads((tmp_path / "out" / "masks.json").read_text())
     assert found["metrics"]["visible"] == 0.25

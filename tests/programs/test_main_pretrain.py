@@ -1,16 +1,16 @@
 """The program as a user runs it: flags, files, and what it says to bad input."""
 
-import subprocess
+import re
 import sys
 
 import pytest
 import torch
-from conftest import ROOT
 from PIL import Image
+from processes import ROOT, run_to_end
 from small_runs import SMALL, assert_same_training, checkpoint, log_lines
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from main_pretrain import get_args_parser
+from main_pretrain import check_args, departures_from_paper, get_args_parser, settle_batch_and_rates
 from models_mae import mae_vit_micro_patch4
 from util.cli import TrainingDiverged
 
@@ -23,17 +23,19 @@ def test_every_upstream_flag_with_its_default(upstream_flags):
         action = actions[flag]
         assert action.dest == expected["dest"]
         assert type(action).__name__ == expected["action"]
-        if flag not in ("--device", "--data_path", "--pin_mem", "--no_pin_mem"):
+        if flag not in ("--device", "--data_path", "--pin_mem", "--no_pin_mem", "--blr", "--norm_pix_loss"):
             assert action.default == expected["default"], flag
     args = get_args_parser().parse_args([])
-    assert args.pin_mem
-    assert args.data_path is None
-    assert args.device == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert (args.pin_mem, args.data_path, args.device) == (True, "data/imagenet", None)
+    assert (args.blr, args.norm_pix_loss) == (1.5e-4, True), "the published command's, not the code's"
+    assert not get_args_parser().parse_args(["--no_norm_pix_loss"]).norm_pix_loss
     new = {
-        **dict(masking="curriculum", select="threshold", lambda_gauss=10, lambda_kl=1, lambda_div=2, cmm_depth=5),
-        **dict(lambda_cl_end=-0.1, no_curriculum=False, cmm_blr=None, cmm_schedule="constant", amp="auto"),
+        **dict(masking="curriculum", select="threshold", lambda_gauss=10, lambda_kl=1, lambda_div=2, cmm_depth=None),
+        **dict(lambda_cl_start=1, lambda_cl_end=-0.1, no_curriculum=False, soft="tokens", lambda_pos=0),
+        **dict(cmm_blr=None, cmm_schedule="constant", amp="auto"),
         **dict(clip_grad=None, compile=False, in_chans=3, data_set="folder", max_bad_images=100),
     }
+    check_args(args)
     assert {name: getattr(args, name) for name in new} == new
 
 
@@ -44,13 +46,26 @@ def test_every_flag_has_a_help_text():
 def test_a_run_leaves_checkpoints_a_log_and_tensorboard(cli, tmp_path):
     code, out, err = cli(*SMALL, "--output_dir", tmp_path, "--save_every", 1, "--knn_every", 2)
     assert (code, err) == (0, "")
-    assert "epoch 1 done" in out
+    assert "epoch 2/2 done" in out
 
     saved = checkpoint(tmp_path)
-    parts = {"model", "optimizer", "scaler", "cmm", "optimizer_cmm", "scaler_cmm", "epoch", "step", "log", "args"}
+    parts = {
+        "model",
+        "optimizer",
+        "scaler",
+        "cmm",
+        "optimizer_cmm",
+        "scaler_cmm",
+        "epoch",
+        "step",
+        "log",
+        "moment",
+        "args",
+    }
     assert saved.keys() == parts
     assert (saved["epoch"], saved["step"], saved["args"]["mask_ratio"]) == (1, 6, 0.75)
-    assert (tmp_path / "checkpoint-0.pth").exists()
+    assert saved["moment"] == {"mask_ratio": 0.75, "lambda_cl": pytest.approx(-0.1)}
+    assert checkpoint(tmp_path, 0)["moment"]["lambda_cl"] == pytest.approx(0.45)
     mae_vit_micro_patch4(img_size=16).load_state_dict(saved["model"])
 
     lines = log_lines(tmp_path)
@@ -63,9 +78,9 @@ def test_a_run_leaves_checkpoints_a_log_and_tensorboard(cli, tmp_path):
         "mask_hamming",
         "mask_unseen",
         "mask_decisive",
-        "mask_removed_error",
+        "mask_place",
     }
-    settings = {"lr", "cmm_lr", "cmm_lambda_cl"}
+    settings = {"lr", "cmm_lr", "lambda_cl", "mask_ratio"}
     assert {f"train_{name}" for name in losses | health | settings} <= lines[0].keys()
     assert {"mask_error_vs_random", "knn_acc1", "knn_acc5"} <= lines[1].keys()
     assert (tmp_path / "classes.txt").read_text().split()[:2] == ["disc", "ring"]
@@ -73,11 +88,53 @@ def test_a_run_leaves_checkpoints_a_log_and_tensorboard(cli, tmp_path):
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     scalars = set(events.Tags()["scalars"])
-    expected = {name.replace("_", "/", 1) for name in losses | health | settings if "_" in name}
-    assert {"train_loss", "lr", "images_per_second", "knn/acc1", "mask/error_vs_random", *expected} <= scalars
+    expected = {name.replace("_", "/", 1) for name in losses | health | {"cmm_lr"} if "_" in name}
+    assert {
+        "train_loss",
+        "lr",
+        "lambda_cl",
+        "mask_ratio",
+        "images_per_second",
+        "knn/acc1",
+        "mask/error_vs_random",
+        *expected,
+    } <= scalars
     assert [event.step for event in events.Scalars("train_loss")] == [1000, 2000]
     (picture,) = events.Tags()["images"]
     assert [event.step for event in events.Images(picture)] == [1000, 2000]
+
+
+def test_a_log_file_has_the_time_and_a_line_for_each_epoch(cli, tmp_path):
+    code, out, _ = cli(*SMALL, "--output_dir", tmp_path, "--shapes_images", 21, "--batch_size", 1)
+    assert code == 0
+    lines = out.splitlines()
+    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  \S", line) for line in lines), out
+    for epoch in (1, 2):
+        assert sum(f"  epoch {epoch}/2 done, 0:00:" in line for line in lines) == 1
+        assert sum(f"  epoch {epoch}/2 [20/21]  0:00:" in line for line in lines) == 1
+    assert sum("  departs from the paper's setting: " in line for line in lines) == 1
+
+
+def departures(*flags):
+    """Of a run on 200 classes with a batch of 4096."""
+    args = get_args_parser().parse_args(["--batch_size", "4096", *flags])
+    check_args(args)
+    settle_batch_and_rates(args)
+    args.classes = [f"n{i:08}" for i in range(200)]
+    return departures_from_paper(args)
+
+
+def test_the_bare_command_is_the_papers_setting():
+    assert departures() == []
+    assert departures("--batch_size", "512", "--blr", "1.2e-3") == [], "the rate counts, not how it comes about"
+    assert departures("--no_norm_pix_loss", "--lambda_kl", "3", "--cmm_depth", "2") == [
+        "norm_pix_loss False (True)",
+        "lambda_kl 3.0 (1.0)",
+        "cmm_depth 2 (5)",
+    ]
+    found = departures("--blr", "3e-4", "--input_size", "96")
+    assert found == ["lr 0.0048 (0.0024)", "input_size [96, 96] ([224, 224])"]
+    assert departures("--masking", "random", "--lambda_kl", "3") == ["masking random (curriculum)"]
 
 
 def test_same_seed_gives_the_same_bits_whatever_the_workers(cli, tmp_path):
@@ -160,33 +217,41 @@ def test_diverging_run_stops_and_leaves_the_last_good_checkpoint(cli, tmp_path):
 
 
 BAD = {
-    "folder is required": (("--data_set", "folder"), "--data_path"),
+    "no default folder": (("--data_set", "folder"), "--data_path data/imagenet is not a folder"),
     "missing folder": (("--data_set", "folder", "--data_path", "nowhere"), "--data_path nowhere is not a folder"),
     "empty folder": (("--data_set", "folder", "--data_path", "{tmp}"), "no images in"),
     "unknown model": (("--model", "mae_vit_gigantic"), "--model mae_vit_gigantic is unknown; known are mae_vit_base"),
-    "mask ratio 0": (("--mask_ratio", "0"), "--mask_ratio 0.0"),
-    "mask ratio 1": (("--mask_ratio", "1"), "--mask_ratio 1.0"),
-    "mask ratio 1.5": (("--mask_ratio", "1.5"), "--mask_ratio 1.5"),
+    "mask ratio 0": (("--mask_ratio", "0"), "argument --mask_ratio: 0 must be above 0 and below 1"),
+    "mask ratio 1": (("--mask_ratio", "1"), "argument --mask_ratio: 1 must be above 0 and below 1"),
+    "mask ratio 1.5": (("--mask-ratio=1.5",), "argument --mask_ratio: 1.5 must be above 0 and below 1"),
     "mask ratio that keeps nothing": (("--mask_ratio", "0.99"), "--mask_ratio 0.99 keeps 0 of 16 patches"),
-    "no share of images": (("--cmm_fraction", "0"), "--cmm_fraction 0.0 must lie above 0"),
-    "no update of the CMM": (("--cmm_every", "0"), "--cmm_every 0 must be at least 1"),
+    "no share of images": (("--cmm_fraction", "0"), "argument --cmm_fraction: 0 must be above 0 and at most 1"),
+    "no update of the CMM": (("--cmm_every", "0"), "argument --cmm_every: 0 must be at least 1"),
     "width of the CMM": (("--cmm_dim", "10"), "--cmm_dim 10: a width of 10 is not a multiple of 16"),
-    "lambda_cl_end": (("--lambda_cl_end", "-1.5"), "--lambda_cl_end -1.5 is outside [-1, 1]"),
+    "lambda_cl_end": (("--lambda_cl_end", "-1.5"), "argument --lambda_cl_end: -1.5 must be at least -1 and at most 1"),
     "indivisible size": (("--input_size", "30"), "image size 30x30 is not divisible by the patch size 4"),
     "three sizes": (("--input_size", "8", "8", "8"), "--input_size"),
-    "channels": (("--in_chans", "7"), "--in_chans 7"),
-    "no batch": (("--batch_size", "0"), "--batch_size 0 must be at least 1"),
+    "channels": (("--in_chans", "7"), "argument --in_chans: invalid choice: 7"),
+    "no batch": (("--batch_size", "0"), "argument --batch_size: 0 must be at least 1"),
     "too few images": (("--batch_size", "64"), "48 images do not fill one batch of 64"),
-    "negative weight": (("--lambda_kl", "-1"), "--lambda_kl -1.0 must not be negative"),
-    "not a number": (("--epochs", "many"), "argument --epochs: invalid int value: 'many'"),
+    "negative weight": (("--lambda_kl", "-1"), "argument --lambda_kl: -1 must be at least 0"),
+    "not a number": (
+        ("--epochs", "many"),
+        "main_pretrain.py: argument --epochs: 'many' is not a whole number (see --help)",
+    ),
     "unknown flag": (("--learning_rate", "1"), "unrecognized arguments: --learning_rate"),
-    "unknown choice": (("--masking", "clever"), "argument --masking: invalid choice: 'clever'"),
+    "unknown choice": (
+        ("--masking", "clever"),
+        "--masking clever is unknown; known are random, block, grid, noise, curriculum, predictive, or your own",
+    ),
+    "masks of no file": (("--masking", "none.py:stripes"), "--masking none.py:stripes: there is no file none.py"),
+    "a ratio that moves": (("--mask_ratio_start", "0.5"), "--mask_ratio_start needs masks of an exact ratio"),
     "unknown device": (("--device", "gpu9"), "--device 'gpu9'"),
     "missing checkpoint": (("--resume", "none.pth"), "none.pth: No such file or directory"),
     "two beginnings": (("--init", "a.pth", "--resume", "b.pth"), "give one of them, or --resume auto"),
     "missing weights": (("--init", "none.pth"), "none.pth: No such file or directory"),
     "indivisible batch": (("--global_batch_size", "9", "--accum_iter", "2"), "--global_batch_size 9 cannot be split"),
-    "negative minutes": (("--save_minutes", "-1"), "--save_minutes -1.0 must not be negative"),
+    "negative minutes": (("--save_minutes", "-1"), "argument --save_minutes: -1 must be at least 0"),
     "processes without a launcher": (("--world_size", "4"), "use torchrun for several processes"),
     "unlabelled knn": (
         ("--data_set", "folder", "--data_path", "{flat}", "--batch_size", "1", "--knn_every", "1"),
@@ -213,12 +278,10 @@ def test_bad_input_ends_with_one_clear_sentence(cli, tmp_path, monkeypatch, case
 def test_as_a_process_of_its_own(tmp_path):
     """Once for real: exit code, one sentence on standard error, and a compiled run."""
     command = [sys.executable, str(ROOT / "main_pretrain.py"), *SMALL]
-    bad = subprocess.run([*command, "--mask_ratio", "2"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    bad = run_to_end([*command, "--mask_ratio", "0.99"], cwd=tmp_path)
     assert bad.returncode == 2
-    assert bad.stderr.startswith("ERROR: --mask_ratio 2.0")
+    assert bad.stderr.startswith("ERROR: --mask_ratio 0.99 keeps 0 of 16 patches")
     assert len(bad.stderr.splitlines()) == 1
-    good = subprocess.run(
-        [*command, "--epochs", "1", "--compile"], cwd=tmp_path, capture_output=True, text=True, timeout=600
-    )
+    good = run_to_end([*command, "--epochs", "1", "--compile"], cwd=tmp_path)
     assert good.returncode == 0, good.stderr
     assert (tmp_path / "output_dir" / "checkpoint-0.pth").exists()

@@ -10,9 +10,10 @@ from small_runs import SMALL
 
 import main_pretrain
 import main_visualize
+from masking import Masking, MaskSettings
 from models_mae import mae_vit_micro_patch4
 from util.cli import UserError
-from util.plots.curves import PANELS, curve_figure, read_log
+from util.plots.curves import PANELS, curve_figure
 from util.plots.masks import (
     HIDDEN,
     as_rgb,
@@ -25,6 +26,7 @@ from util.plots.masks import (
     wall,
 )
 from util.plots.snapshot import Snapshot, evenly, load_snapshot
+from util.training.progress import read_log
 
 SHAPES = ("--data_set", "shapes", "--shapes_images", "200")
 
@@ -93,6 +95,7 @@ def test_titles_tell_epoch_and_curriculum(runs):
 def test_lambda_within_an_epoch_and_without_a_curriculum(runs, tmp_path):
     checkpoint = torch.load(runs / "curriculum" / "checkpoint-1.pth", weights_only=True)
     # Three updates an epoch: after two of the third epoch's, 8 of 9 are done.
+    del checkpoint["moment"]  # which older checkpoints do not hold
     torch.save({**checkpoint, "step": 8, "log": {"iterations": 3}}, tmp_path / "within.pth")
     assert load_snapshot(tmp_path / "within.pth", "").lambda_cl == pytest.approx(1 - 1.5 * 8 / 9)
     torch.save({**checkpoint, "args": {**checkpoint["args"], "no_curriculum": True}}, tmp_path / "none.pth")
@@ -104,7 +107,7 @@ def test_a_block_shows_what_training_does(runs):
     imgs = torch.randn(5, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     block = draw_block(snapshot, imgs)
     with torch.no_grad():
-        visible = snapshot.cmm(imgs).reshape(5, 4, 4) >= 0.5
+        visible = snapshot.masking.module(imgs).reshape(5, 4, 4) >= 0.5
     assert np.array_equal(block.visible > 0.5, visible.numpy())
     rows = block.rows()
     assert list(rows) == ["image", "Z", "mask", "reconstruction"]
@@ -122,6 +125,11 @@ def test_random_masks_have_no_heat_map(runs):
     assert (block.visible.sum(axis=(1, 2)) == 4).all()  # a quarter of 16
 
 
+def untold(model):
+    """A snapshot of weights alone, as upstream publishes them."""
+    return Snapshot("run", model.eval(), Masking(MaskSettings(), model.patch_embed.grid_size), {}, None, None)
+
+
 def perfect_prediction(model, imgs):
     patches = model.patchify(imgs)
     return (patches - patches.mean(-1, keepdim=True)) / (patches.var(-1, keepdim=True) + 1e-6) ** 0.5
@@ -135,7 +143,7 @@ def test_true_statistics_only_if_asked_and_then_said():
     # With the removed patches' own statistics a perfect prediction is the image itself; without, it cannot be.
     assert torch.allclose(reconstruction(model, imgs, pred, mask, true_stats=True), imgs, atol=1e-5)
     assert not torch.allclose(reconstruction(model, imgs, pred, mask), imgs, atol=1e-2)
-    snapshot = Snapshot("run", model.eval(), None, {}, None, None)
+    snapshot = untold(model)
     assert "visible pixels" in draw_block(snapshot, imgs).note
     leaky = draw_block(snapshot, imgs, true_stats=True)
     assert "cannot know" in leaky.note
@@ -181,7 +189,7 @@ def test_checkpoints_are_evenly_spread():
 
 def test_several_runs_and_names(draw, runs, monkeypatch):
     seen = []
-    monkeypatch.setitem(main_visualize.GRIDS, "masks", (8, lambda blocks: seen.extend(blocks) or masks_figure(blocks)))
+    monkeypatch.setitem(main_visualize.GRIDS, "masks", lambda blocks: seen.extend(blocks) or masks_figure(blocks))
     code, _, _, _ = draw(runs / "random", runs / "curriculum", *SHAPES, "--blocks", 2, "--num_images", 3)
     assert code == 0
     assert [block.title.split(",")[0] for block in seen] == ["random", "random", "curriculum", "curriculum"]
@@ -240,7 +248,7 @@ def test_topk_masks_are_drawn_as_trained(runs, tmp_path):
     torch.save({**checkpoint, "args": {**checkpoint["args"], "select": "topk"}}, tmp_path / "topk.pth")
     block = draw_block(load_snapshot(tmp_path / "topk.pth", ""), torch.randn(6, 3, 16, 16))
     assert (block.visible.sum(axis=(1, 2)) == 4).all()
-    for visible, keep_prob in zip(block.visible, block.keep_prob, strict=True):
+    for visible, keep_prob in zip(block.visible, block.heat, strict=True):
         assert keep_prob[visible > 0.5].min() >= keep_prob[visible < 0.5].max()
 
 
@@ -275,12 +283,12 @@ BAD = {
     "no images named": (["RUN"], "which images?"),
     "missing image": (["RUN", "--images", "nothing.jpg"], "--images nothing.jpg: no such file or folder"),
     "empty folder": (["RUN", "--images", "EMPTY"], "no image files in this folder"),
-    "no number": (["RUN", *SHAPES, "--num_images", "0"], "--num_images 0 must be at least 1"),
-    "no blocks": (["RUN", *SHAPES, "--blocks", "0"], "--blocks 0 must be at least 1"),
+    "no number": (["RUN", *SHAPES, "--num_images", "0"], "argument --num_images: 0 must be at least 1"),
+    "no blocks": (["RUN", *SHAPES, "--blocks", "0"], "argument --blocks: 0 must be at least 1"),
     "names": (["RUN", *SHAPES, "--names", "a", "b"], "--names has 2 names for 1 runs"),
     "no data": (["RUN", "--data_path", "nowhere"], "--data_path nowhere is not a folder"),
     "device": (["RUN", *SHAPES, "--device", "abacus"], "--device 'abacus'"),
-    "split": (["RUN", *SHAPES, "--split", "2"], "--split 2.0"),
+    "split": (["RUN", *SHAPES, "--split", "2"], "argument --split: 2 must be above 0 and below 1"),
     "format": (["RUN", *SHAPES, "--format", "bmp"], "--format: invalid choice: 'bmp'"),
 }
 
@@ -310,7 +318,7 @@ def test_every_flag_has_a_help_text():
 def test_grey_models_are_shown_in_grey():
     assert as_rgb(torch.zeros(1, 1, 4, 4)).shape == (1, 3, 4, 4)
     model = mae_vit_micro_patch4(img_size=16, in_chans=1).eval()
-    block = draw_block(Snapshot("run", model, None, {}, None, None), torch.randn(2, 1, 16, 16))
+    block = draw_block(untold(model), torch.randn(2, 1, 16, 16))
     assert block.images.shape == (2, 16, 16, 3)
 
 
@@ -321,7 +329,7 @@ def test_log_keys_are_those_that_training_writes(runs):
 
 def test_non_square_models():
     model = mae_vit_micro_patch4(img_size=(16, 32)).eval()
-    snapshot = Snapshot("run", model, None, {}, None, None)
+    snapshot = untold(model)
     imgs = main_visualize.as_input([Image.new("RGB", (64, 64))], snapshot, torch.device("cpu"))
     assert imgs.shape == (1, 3, 16, 32)
     figure = masks_figure([draw_block(snapshot, imgs)])

@@ -5,11 +5,13 @@ import resource
 
 import pytest
 import torch
+from conftest import DATA
 from small_runs import SMALL, assert_same_training, checkpoint, log_lines
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
 import main_pretrain
+import models_mae
 import util.checkpoint
 from main_pretrain import get_args_parser
 from models_mae import mae_vit_micro_patch4
@@ -105,7 +107,7 @@ def test_resuming_with_other_settings_is_refused_with_the_list(cli, tmp_path):
     assert "--model" not in err
     code, _, err = cli(*SMALL, "--output_dir", tmp_path, *changes, "--allow_changes")
     assert code == 0
-    assert "WARNING: going on from" in err
+    assert "WARNING: resuming from" in err
     assert "--lambda_kl 1.0, now 3.0" in err
     assert checkpoint(tmp_path, "last")["args"]["lambda_kl"] == 3
 
@@ -167,7 +169,7 @@ def test_resume_auto_passes_over_a_damaged_checkpoint(cli, tmp_path):
     assert "checkpoint-last.pth is damaged" in err
     assert "checkpoint-1.pth is damaged" in err
     assert "resuming from" in out
-    assert "checkpoint-0.pth: epoch 1, after 0 of its updates" in out
+    assert "checkpoint-0.pth: epoch 2, after 0 of its updates" in out
     assert_same_training(whole, checkpoint(tmp_path))
 
 
@@ -194,7 +196,7 @@ def test_full_disk_is_reported_and_the_run_goes_on(cli, tmp_path, full_disk):
     code, _, err = cli(*SMALL, "--output_dir", tmp_path, "--save_every", 1)
     assert code == 0
     assert "checkpoint-0.pth (File too large)" in err
-    assert "training goes on" in err
+    assert "training continues" in err
     assert sorted(path.name for path in tmp_path.glob("*.p*")) == ["checkpoint-1.pth", "checkpoint-last.pth"]
     assert checkpoint(tmp_path)["epoch"] == checkpoint(tmp_path, "last")["epoch"] == 1
 
@@ -227,7 +229,7 @@ def test_log_that_cannot_be_written_ends_the_run_with_a_sentence(cli, tmp_path, 
     monkeypatch.setattr(journal, "append_line", lambda _, line: original(tmp_path / "full", line))
     code, _, err = cli(*SMALL, "--output_dir", tmp_path)
     assert code == 2
-    assert "full (No space left on device); --resume auto goes on when that is mended" in err
+    assert "full (No space left on device); rerun with --resume auto after fixing this" in err
 
 
 def test_architecture_of_another_checkpoint_names_the_first_mismatch(cli, tmp_path):
@@ -263,7 +265,7 @@ def test_weights_alone_start_a_new_run(cli, tmp_path, flag):
     torch.save({"model": model.state_dict()}, tmp_path / "mae.pth")
     code, out, _ = cli(*SMALL, "--output_dir", tmp_path / "out", flag, tmp_path / "mae.pth", "--lr", 0)
     assert code == 0
-    assert "mae.pth; training starts at its beginning" in out
+    assert f"weights from {tmp_path / 'mae.pth'}; training starts from its first epoch" in out
     trained = checkpoint(tmp_path / "out")["model"]
     assert all(torch.equal(value, trained[key]) for key, value in model.state_dict().items())
 
@@ -271,7 +273,7 @@ def test_weights_alone_start_a_new_run(cli, tmp_path, flag):
     torch.save({"model": encoder}, tmp_path / "enc.pth")
     code, out, _ = cli(*SMALL, "--output_dir", tmp_path / "enc", flag, tmp_path / "enc.pth", "--lr", 0)
     assert code == 0
-    assert "enc.pth has no decoder: that is drawn anew" in out
+    assert "enc.pth has no decoder; it is initialised afresh" in out
     trained = checkpoint(tmp_path / "enc")["model"]
     assert all(torch.equal(value, trained[key]) for key, value in encoder.items())
 
@@ -279,6 +281,31 @@ def test_weights_alone_start_a_new_run(cli, tmp_path, flag):
     code, _, err = cli(*SMALL, "--output_dir", tmp_path / "part", flag, tmp_path / "part.pth")
     assert code == 2
     assert "part.pth has no decoder_pos_embed" in err
+
+
+def test_a_checkpoint_of_an_earlier_version_is_trained_to_its_end(cli, tmp_path, monkeypatch):
+    """It stopped in its last epoch, after two of four updates, and knows nothing of newer flags."""
+
+    def nano(**kwargs):
+        return models_mae._mae(4, (16, 1, 2), (8, 1, 1), **{"img_size": 8, **kwargs})
+
+    monkeypatch.setitem(models_mae.MODELS, "mae_vit_micro_patch4", nano)
+    flags = ("--input_size", 8, "--shapes_images", 64, "--epochs", 3, "--blr", 1e-3, "--cmm_dim", 16)
+    old = DATA / "before" / "checkpoint.pth"
+    code, out, err = cli(*SMALL, *flags, "--no_norm_pix_loss", "--resume", old, "--output_dir", tmp_path)
+    assert (code, err) == (0, "")
+    assert f"resuming from {old}: epoch 3, after 2 of its updates" in out
+    before, after = torch.load(old, weights_only=True), checkpoint(tmp_path, 2)
+    assert (after["epoch"], after["step"]) == (2, 12)
+    for part in ("model", "cmm"):
+        assert before[part].keys() == after[part].keys()
+    assert not torch.equal(before["model"]["cls_token"], after["model"]["cls_token"])
+    assert after["moment"] == {"mask_ratio": 0.75, "lambda_cl": pytest.approx(-0.1)}
+    (line,) = log_lines(tmp_path)
+    assert line["epoch"] == 2
+    code, _, err = cli(*SMALL, *flags, "--resume", old, "--output_dir", tmp_path / "other")
+    assert code == 2
+    assert "--norm_pix_loss False, now True" in err
 
 
 def test_init_takes_the_weights_of_a_run_and_nothing_else(cli, tmp_path):

@@ -173,7 +173,8 @@ def check_before_submission(program: str, args: Namespace) -> None:
     module = importlib.import_module(program)
     own = copy.deepcopy(args)
     settle_shared_args(own)
-    module.check_args(own)
+    if hasattr(module, "check_args"):  # argparse alone checks main_knn.py's and main_fewshot.py's
+        module.check_args(own)
     if args.data_set == "folder" and not Path(args.data_path).is_dir():
         logger.warning("--data_path %s is not a folder on this machine; do the cluster's nodes see it?", args.data_path)
     for flag in ("finetune", "init"):

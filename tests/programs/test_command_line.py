@@ -1,0 +1,61 @@
+"""The command line as a user meets it: answers without delay, what is shown on a terminal and in a file."""
+
+import fcntl
+import logging
+import os
+import pty
+import re
+import struct
+import sys
+import termios
+
+import pytest
+from processes import ROOT, run_to_end
+
+from util.cli import Progress, logger
+
+ANSWER = """
+import runpy, sys
+program, *flags = sys.argv[1:]
+sys.argv = [program, *flags]
+try:
+    runpy.run_path(program, run_name="__main__")
+except SystemExit as stop:
+    code = stop.code
+sys.exit("torch was imported" if "torch" in sys.modules else code)
+"""
+
+
+@pytest.mark.parametrize("program", sorted(path.name for path in ROOT.glob("main_*.py")))
+def test_help_and_mistakes_are_answered_without_importing_torch(program):
+    help = run_to_end([sys.executable, "-c", ANSWER, ROOT / program, "--help"], cwd=ROOT)
+    assert (help.returncode, help.stderr) == (0, "")
+    assert help.stdout.startswith(f"usage: {program}")
+    wrong = run_to_end([sys.executable, "-c", ANSWER, ROOT / program, "--no_such_flag", "1"], cwd=ROOT)
+    assert wrong.returncode == 2
+    assert re.fullmatch(rf"{program}: .*\(see --help\)\n", wrong.stderr), wrong.stderr
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """A terminal of 100 columns in place of both outputs; reads the line that it shows."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
+    logger.setLevel(logging.INFO)
+    with open(theirs, "w", encoding="utf-8") as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        monkeypatch.setattr(sys, "stderr", file)
+        yield lambda: os.read(ours, 1 << 16).decode().rsplit("\r", 1)[-1]
+    os.close(ours)
+
+
+def test_a_bar_of_100_columns_shows_rate_loss_and_time_left(terminal):
+    progress = Progress("epoch 137/400", total=5004, images_per_iteration=4096)
+    for _ in range(2502):
+        progress.advance()
+    values = {"loss": 0.43210, "cmm/loss": 12.345, "lambda_cl": 0.62, "mask/visible": 0.25, "images/s": 1234.5}
+    progress.report(values)
+    shown = terminal()
+    progress.close()
+    assert re.match(r"epoch 137/400  50%\|.{20}\| 2502/5004  \d\d:\d\d left, loss=0.4321, images/s=1234$", shown)
+    assert len(shown) <= 100
