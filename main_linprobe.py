@@ -173,13 +173,13 @@ def fit(
         if test is not None:
             acc1, _ = accuracies(predict(heads, test.features), test.labels)  # [R, G]
             curve.append(acc1[:, 0].tolist())
-        report_epoch(epoch, losses, curve, args)
+        report_probe(epoch, losses, curve, args)
         state = {"heads": heads.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch, "curve": curve}
         unfinished.save(state)
     return Fit(seeds, heads, torch.tensor(curve), batches.num_samples)
 
 
-def report_epoch(epoch: int, losses: torch.Tensor, curve: list[list[float]], args: Namespace) -> None:
+def report_probe(epoch: int, losses: torch.Tensor, curve: list[list[float]], args: Namespace) -> None:
     if args.cache_features and (epoch + 1) % CACHED_REPORT and epoch + 1 < args.epochs:
         return
     test = f"  test Acc@1: {sum(curve[-1]) / len(curve[-1]):.2f}" if curve else ""

@@ -177,7 +177,7 @@ def main(args: Namespace) -> None:
         found += measure_run(name, paths, judge, args)
     report(found)
     if args.output_dir:
-        write(found, Path(args.output_dir))
+        write_measures(found, Path(args.output_dir))
 
 
 def report(found: list[Measured]) -> None:
@@ -199,7 +199,7 @@ def report(found: list[Measured]) -> None:
             logger.info("look: %s%s: %s", each.run, moment, sentence)
 
 
-def write(found: list[Measured], folder: Path) -> None:
+def write_measures(found: list[Measured], folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / "masks.json", json.dumps([asdict(each) for each in found], indent=1) + "\n")

@@ -82,7 +82,7 @@ def compare_name(owner: object, name: str, theirs: Signature | None) -> tuple[st
 
 def compare_signatures(theirs: Signature, ours: Signature) -> tuple[str, str]:
     """Same, extended (takes every call that upstream takes, with the same meaning, and more) or changed; and how."""
-    their, our = plain(theirs), plain(ours)
+    their, our = without_annotations(theirs), without_annotations(ours)
     if their == our:
         return SAME, ""
     gone, new = [p for p in their if p not in our], [p for p in our if p not in their]
@@ -97,7 +97,7 @@ def compare_signatures(theirs: Signature, ours: Signature) -> tuple[str, str]:
     return EXTENDED if extended else CHANGED, "; ".join(how) or "another order"
 
 
-def plain(signature: Signature) -> list[Parameter]:
+def without_annotations(signature: Signature) -> list[Parameter]:
     """Without annotations. Defaults that are no plain values go by their names, and True is not 1."""
     found = []
     for p in signature.parameters.values():

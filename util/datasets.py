@@ -273,7 +273,7 @@ def build_pretrain_loader(args: Namespace) -> ImageLoader:
         dataset,
         EpochBatches(len(dataset), args.batch_size, args.seed, get_rank(), get_world_size()),
         num_workers=args.num_workers,
-        pin_mem=args.pin_mem and args.device.startswith("cuda"),
+        pin_mem=args.pin_mem and str(args.device).startswith("cuda"),
     )
 
 

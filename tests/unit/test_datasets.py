@@ -30,7 +30,17 @@ from util.training.resume import data_identity
 
 def parse(*flags):
     args = get_args_parser().parse_args(
-        ["--model", "mae_vit_micro_patch4", "--input_size", "32", "--num_workers", "0", *map(str, flags)]
+        [
+            "--model",
+            "mae_vit_micro_patch4",
+            "--input_size",
+            "32",
+            "--num_workers",
+            "0",
+            "--device",
+            "cpu",
+            *map(str, flags),
+        ]
     )
     check_args(args)
     return args
@@ -63,7 +73,7 @@ def test_number_of_workers_changes_nothing():
     none = list(batches(parse(*flags), epochs=(0, 1)))
     two = list(batches(parse(*flags, "--num_workers", 2), epochs=(0, 1)))
     assert len(none) == len(two) == 10
-    for (imgs, labels), (imgs2, labels2) in zip(none, two, strict=True):
+    for (imgs, labels, _), (imgs2, labels2, _) in zip(none, two, strict=True):
         assert torch.equal(imgs, imgs2)
         assert torch.equal(labels, labels2)
 
@@ -94,7 +104,7 @@ def test_more_workers_than_cpus_are_not_started(monkeypatch, recwarn):
 def test_a_source_of_ones_own_pretrains():
     values = list(range(0, 240, 6))
     dataset = AugmentedDataset(Greys(values), pretrain_augmentation(parse("--data_set", "shapes")), seed=0)
-    ((imgs, labels),) = ImageLoader(dataset, EpochBatches(40, 40, seed=0))
+    ((imgs, labels, _),) = ImageLoader(dataset, EpochBatches(40, 40, seed=0))
     assert imgs.shape == (40, 3, 32, 32)
     assert sorted(imgs[:, 0, 0, 0].tolist()) == values
     assert torch.equal(labels, (imgs[:, 0, 0, 0] > 127).long())
@@ -130,7 +140,7 @@ def test_workers_start_once():
 def test_batches_are_bytes_until_the_device(tmp_path, in_chans):
     write_image(tmp_path / "a.jpg", value=200)
     args = parse("--data_path", tmp_path, "--in_chans", in_chans, "--batch_size", 1)
-    imgs, _ = next(iter(batches(args)))
+    imgs, _, _ = next(iter(batches(args)))
     assert (imgs.shape, imgs.dtype) == ((1, in_chans, 32, 32), torch.uint8)
     normalised = normalise(imgs)
     assert (normalised.dtype, normalised.is_contiguous()) == (torch.float32, True)
@@ -145,7 +155,7 @@ def test_jpeg_samples_do_not_depend_on_workers_or_history(tmp_path, flags):
         pixels = rng.integers(0, 256, (60 + i, 90 - i, 3), dtype=np.uint8)
         Image.fromarray(pixels).resize((200, 150 + i)).save(tmp_path / f"{i}.jpg")
     args = [parse("--data_path", tmp_path, "--batch_size", 4, "--num_workers", n, *flags) for n in (0, 2)]
-    none, two = (torch.cat([imgs for imgs, _ in batches(a, epochs=(0, 1))]) for a in args)
+    none, two = (torch.cat([imgs for imgs, _, _ in batches(a, epochs=(0, 1))]) for a in args)
     assert torch.equal(none, two)
     loader = build_pretrain_loader(args[0])
     loader.set_epoch(1, first_batch=1)
@@ -284,7 +294,7 @@ def test_so_many_images_are_drawn_from_each_split(class_folders, data):
     pretrain, train = (build_source(parse(*flags, "--max_images", 9), split) for split in ("pretrain", "train"))
     assert [as_pixels(pretrain.read(i)) for i in range(9)] == [as_pixels(train.read(i)) for i in range(9)]
     assert data_identity(pretrain) == data_identity(train)
-    with pytest.raises(UserError, match="--max_images 0 must be at least 1"):
+    with pytest.raises(SystemExit):
         parse(*flags, "--max_images", 0)
 
 
@@ -294,7 +304,7 @@ def test_split_is_for_a_single_folder(class_folders, one_folder):
     with pytest.raises(UserError, match=r"no folder val or test.*--split 0\.8"):
         build_source(parse("--data_path", one_folder / "a"), "val")
     for share in (0, 1, 80):
-        with pytest.raises(UserError, match=f"--split {share}"):
+        with pytest.raises(SystemExit):
             parse("--data_path", one_folder, "--split", share)
 
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from matplotlib.animation import FuncAnimation, PillowWriter
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from torchvision.utils import make_grid
@@ -21,10 +22,10 @@ from util.plots.snapshot import Snapshot
 from util.plots.style import COLOURS, MARKERS, verbatim
 
 HEAT = "viridis"  # as even in grey and to the colour-blind as in colour
-TILE, LABEL, BAR, TITLE, GAP = 1.0, 1.3, 0.75, 0.34, 0.04  # inches: an image, margins, a block's title, between rows
+TILE, LABEL, BAR, TITLE, GAP = 1.0, 1.5, 0.75, 0.34, 0.04  # inches: an image, margins, a block's title, between rows
 MARGIN, NOTE, NARROWEST = 0.08, 0.17, 4.8  # inches: around all, for a line of a note, and for a title
 CHARACTERS = 16  # of a note, per inch
-HEAT_ENDS = {"Z": ("hidden", "visible"), "predicted error": ("easy", "hard")}
+HEAT_ENDS = {"Z": ("hidden", "visible"), "predicted error": ("easy", "hard"), "how often hidden": ("never", "always")}
 HIDDEN = 0.9  # a light grey, which few photographs have
 
 
@@ -36,6 +37,7 @@ class Block:
     images: np.ndarray  # [N, H, W, 3]
     heat: np.ndarray | None  # what the masking module says of each patch, [N, h, w]
     heat_label: str  # what that is called
+    hidden: np.ndarray | None  # how often each patch is hidden, [N, h, w], where masks are drawn
     visible: np.ndarray  # [N, h, w], 1 is visible
     reconstructed: np.ndarray  # [N, H, W, 3]
     health: dict[str, float]  # of these masks
@@ -46,6 +48,8 @@ class Block:
         rows = {"image": self.images}
         if self.heat is not None:
             rows[self.heat_label] = self.per_pixel(self.heat)
+        if self.hidden is not None:
+            rows["how often hidden"] = self.per_pixel(self.hidden)
         masked = np.where(self.per_pixel(self.visible)[..., None] > 0.5, self.images, HIDDEN)
         return {**rows, "mask": masked, "reconstruction": self.reconstructed}
 
@@ -68,6 +72,9 @@ def draw_block(snapshot: Snapshot, imgs: torch.Tensor, seed: int = 0, true_stats
         images,
         None if done.values is None else heat_of(done.values).reshape(-1, *grid).cpu().numpy(),
         "" if learned is None else learned.value,
+        None
+        if learned is None or learned.probability
+        else snapshot.hidden_share(imgs).reshape(-1, *grid).cpu().numpy(),
         visible,
         restored,
         {name: value.item() for name, value in mask_health(done.mask, snapshot.masking.keep_prob(done.values)).items()},
@@ -95,32 +102,44 @@ def reconstruction_note(normalised: bool, true_stats: bool) -> str:
 
 def masks_figure(blocks: list[Block]) -> Figure:
     """A block for each snapshot, with a row each for images, Z, masks and reconstructions, and a column per image."""
-    number, height, width, _ = blocks[0].images.shape
+    columns, height, width, _ = blocks[0].images.shape
     tile_height = TILE * height / width
-    strip_width = number * TILE
+    strip_width = columns * TILE
     size_x = max(LABEL + strip_width + BAR, NARROWEST)
     notes = [
         line
         for note in dict.fromkeys(block.note for block in blocks if block.note)
         for line in textwrap.wrap(note, int(CHARACTERS * (size_x - 2 * MARGIN)))
     ]
-    size_y = 2 * MARGIN + sum(TITLE + len(block.rows()) * (tile_height + GAP) for block in blocks) + NOTE * len(notes)
+    size_y = (
+        2 * MARGIN
+        + sum(TITLE + len(shown_rows(blocks, i)) * (tile_height + GAP) for i in range(len(blocks)))
+        + NOTE * len(notes)
+    )
     figure = Figure(figsize=(size_x, size_y))
     top = size_y - MARGIN
-    for block in blocks:
+    for number, block in enumerate(blocks):
         top -= TITLE
         figure.text(MARGIN / size_x, (top + 0.08) / size_y, block.title, fontsize=11, fontweight="bold")
-        for label, tiles in block.rows().items():
+        for label, tiles in shown_rows(blocks, number).items():
             top -= tile_height
             axes = figure.add_axes((LABEL / size_x, top / size_y, strip_width / size_x, tile_height / size_y))
             draw_strip(axes, side_by_side(tiles))
             axes.text(-0.1 / strip_width, 0.5, label, transform=axes.transAxes, ha="right", va="center", fontsize=10)
-            if label == block.heat_label:
+            if label in HEAT_ENDS:
                 place = ((LABEL + strip_width + 0.1) / size_x, top / size_y, 0.1 / size_x, tile_height / size_y)
-                add_heat_bar(figure, figure.add_axes(place), HEAT_ENDS.get(label, ("low", "high")))
+                add_heat_bar(figure, figure.add_axes(place), HEAT_ENDS[label])
             top -= GAP
     figure.text(MARGIN / size_x, MARGIN / size_y, "\n".join(notes), fontsize=8, color="0.3")
     return figure
+
+
+def shown_rows(blocks: list[Block], number: int) -> dict[str, np.ndarray]:
+    """The rows of a block; the images are not repeated below those of the first."""
+    rows = blocks[number].rows()
+    if number and np.array_equal(blocks[number].images, blocks[0].images):
+        del rows["image"]
+    return rows
 
 
 def side_by_side(tiles: np.ndarray, gap: int = 0) -> np.ndarray:
@@ -144,6 +163,8 @@ def add_heat_bar(figure: Figure, axes: Axes, ends: tuple[str, str]) -> None:
     bar = figure.colorbar(ScalarMappable(cmap=HEAT), cax=axes, ticks=[0, 1])
     bar.ax.set_yticklabels(ends, fontsize=8)
     bar.ax.tick_params(length=0, pad=2)
+    for text, edge in zip(bar.ax.get_yticklabels(), ("bottom", "top"), strict=True):
+        text.set_verticalalignment(edge)  # within the bar, or it would meet the next one's
     bar.outline.set_visible(False)
 
 
@@ -205,6 +226,7 @@ def forensics_figure(measured: list[dict]) -> Figure:
         if any(name in m["metrics"] for m in measured)
     ]
     runs = list(dict.fromkeys(m["run"] for m in measured))
+    most = max(np.max(m["positions"]) for m in measured)
     columns = max(max(sum(m["run"] == run for m in measured) for run in runs), len(curves), 2)
     figure = Figure(figsize=(2.3 * columns + 0.6, 2.5 * len(runs) + 2.8), layout="constrained")
     axes = figure.subplots(len(runs) + 1, columns, squeeze=False, height_ratios=[1.0] * len(runs) + [1.15])
@@ -212,12 +234,14 @@ def forensics_figure(measured: list[dict]) -> Figure:
         moments = [m for m in measured if m["run"] == run]
         for at, moment in zip(axes[row], moments, strict=False):
             share = np.array(moment["positions"])
-            draw_strip(at, share)
+            at.imshow(share, cmap=HEAT, vmin=0, vmax=most, interpolation="nearest", aspect="auto")
+            at.set(xticks=[], yticks=[])
             at.set_box_aspect(share.shape[0] / share.shape[1])
             weight = "" if moment["lambda_cl"] is None else f", $\\lambda_{{CL}}$ {moment['lambda_cl']:+.2f}"
             epoch = "" if moment["epoch"] is None else f"\nepoch {moment['epoch']}"
             at.set_title(f"{verbatim(run)}{epoch}{weight}", fontsize=8)
-        bar = figure.colorbar(ScalarMappable(cmap=HEAT), ax=list(axes[row]), fraction=0.02, pad=0.01, ticks=[0, 0.5, 1])
+        scale = ScalarMappable(Normalize(0, most), cmap=HEAT)
+        bar = figure.colorbar(scale, ax=list(axes[row][: len(moments)]), fraction=0.02, pad=0.01)
         bar.set_label("visible", fontsize=8)
         bar.ax.tick_params(labelsize=7)
     for at, name in zip(axes[-1], curves, strict=False):

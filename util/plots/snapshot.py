@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from masking import Masking, MaskSettings
+from masking import Ask, Masking, MaskSettings
 from models_mae import MaskedAutoencoderViT, grid_size
 from models_vit import mae_of
 from util import checkpoint as ckpt
@@ -56,11 +56,28 @@ class Snapshot:
     @torch.no_grad()
     def mask(self, imgs: torch.Tensor, seed: int = 0) -> Masked:
         """Mask and reconstruct as training does; `seed` is that of random masks."""
-        values = self.masking.values(imgs)
-        ask = self.masking.ask(imgs, torch.arange(len(imgs)) + seed * len(imgs), self.epoch or 0, 0.0)
-        ask.lambda_cl = 0.0 if self.lambda_cl is None else self.lambda_cl
+        values, ask = self.masking.values(imgs), self.ask(imgs, seed)
         _, pred, mask = self.model(imgs, ask.mask_ratio, **self.masking.choose(ask, values))
         return Masked(values, mask, pred)
+
+    def ask(self, imgs: torch.Tensor, seed: int) -> Ask:
+        ask = self.masking.ask(imgs, torch.arange(len(imgs)) + seed * len(imgs), self.epoch or 0, 0.0)
+        ask.lambda_cl = 0.0 if self.lambda_cl is None else self.lambda_cl
+        return ask
+
+    @torch.no_grad()
+    def hidden_share(self, imgs: torch.Tensor, draws: int = 64) -> torch.Tensor:
+        """How often each patch [N, L] is hidden, over masks drawn with as many seeds."""
+        return torch.stack([self.mask_alone(imgs, seed) for seed in range(draws)]).mean(dim=0)
+
+    def mask_alone(self, imgs: torch.Tensor, seed: int) -> torch.Tensor:
+        """The mask [N, L] without a reconstruction."""
+        ask = self.ask(imgs, seed)
+        chosen = self.masking.choose(ask, self.masking.values(imgs))
+        if "visible" in chosen:
+            return (~chosen["visible"]).float()
+        kept = int(ask.num_patches * (1 - ask.mask_ratio))
+        return (chosen["noise"].argsort(dim=1).argsort(dim=1) >= kept).float()
 
 
 def load_snapshot(path: Path, name: str, norm_pix_loss: bool = False, device: torch.device | str = "cpu") -> Snapshot:
@@ -161,13 +178,13 @@ def image_files(path: Path) -> list[str]:
 def read_images(source: Source, most: int, seed: int) -> list[Image.Image]:
     """At most `most` images, drawn from the source; unreadable ones are left out and named."""
     indices = torch.randperm(len(source), generator=generator("pictures", seed))[:most].sort().values.tolist()
-    images = [image for index in indices if (image := read_or_report(source, index)) is not None]
+    images = [image for index in indices if (image := readable_image(source, index)) is not None]
     if not images:
         raise UserError("none of the images can be read")
     return images
 
 
-def read_or_report(source: Source, index: int) -> Image.Image | None:
+def readable_image(source: Source, index: int) -> Image.Image | None:
     try:
         data = source.read(index)
         image = open_image(data) if isinstance(data, bytes) else data
