@@ -37,6 +37,7 @@ def clone(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if RUNNABLE.search(page.read_text())], ids=title)
 def test_runnable_commands_run(clone, page):
     """All of a page, in its order: later commands use what earlier ones leave."""
