@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from processes import ENVIRONMENT, ROOT, processes_with
+from processes import ENVIRONMENT, ROOT, Ranks, processes_with
 from slurm import slurm_fixture  # noqa: F401
 from torch import nn
 
@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "slurm" in item.fixturenames:
             item.add_marker(pytest.mark.cluster)
-        for name in ("slurm", "worlds"):
+        for name in ("slurm", "worlds", "two_processes"):
             if name in item.fixturenames:
                 item.add_marker(pytest.mark.xdist_group(name))
     items.sort(key=lambda item: next((at for at, name in enumerate(MARKERS) if item.get_closest_marker(name)), 2))
@@ -113,6 +113,14 @@ def program(monkeypatch, capsys):
     for number, handler in handlers.items():  # a program that is about to end ignores them
         signal.signal(number, handler)
     logger.handlers.clear()  # they hold this test's captured streams
+
+
+@pytest.fixture(scope="session")
+def two_processes():
+    """Runs a main program in two processes together; returns (exit codes, standard output, standard error)."""
+    ranks = Ranks(2)
+    yield ranks.run
+    ranks.end()
 
 
 @pytest.fixture

@@ -1,6 +1,8 @@
 """Programs in processes of their own: how tests start them, find them and wait for them."""
 
+import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -20,6 +22,45 @@ def run_to_end(command: list[str], **options) -> subprocess.CompletedProcess[str
     """Its exit code, standard output and standard error."""
     options = {"env": ENVIRONMENT, "timeout": 300, **options}
     return subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False, **options)
+
+
+class Ranks:
+    """Processes that run main programs together, as torchrun's do, but stay for the next one: torch is imported once.
+
+    For programs that end well; one that fails may end its processes.
+    """
+
+    def __init__(self, number: int):
+        command = [sys.executable, str(ROOT / "tests" / "rank_worker.py")]
+        common = {**ENVIRONMENT, "WORLD_SIZE": str(number), "MASTER_ADDR": "127.0.0.1"}
+        self.processes = [
+            subprocess.Popen(
+                command,
+                env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(number)
+        ]
+
+    def run(self, program: str, *flags: object) -> tuple[list[int], str, str]:
+        """The exit codes, and all that was written to standard output and to standard error."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        for process in self.processes:
+            process.stdin.write(json.dumps([program, port, [str(flag) for flag in flags]]) + "\n")
+            process.stdin.flush()
+        codes, outputs, errors = zip(
+            *(json.loads(process.stdout.readline()) for process in self.processes), strict=True
+        )
+        return list(codes), "".join(outputs), "".join(errors)
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
 
 
 def processes_with(text: str) -> list[int]:

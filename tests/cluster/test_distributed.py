@@ -16,6 +16,8 @@ from util.misc import own_gpu
 
 SMALL = (*small_runs.SMALL, "--shapes_images", 240, "--batch_size", 8, "--epochs", 50, "--num_workers", 1)
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory):

@@ -60,6 +60,7 @@ def uninterrupted(tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_killed_runs_end_as_if_nothing_had_happened(background, uninterrupted, tmp_path, processes):
     folder, moments, resumed_within_an_epoch = tmp_path / "run", random.Random(processes), 0

@@ -209,6 +209,7 @@ def test_every_evaluation_has_a_launcher(monkeypatch, tmp_path, script):
     assert json.loads(result)["protocol"] == {"eval": "knn"}.get(script, script)
 
 
+@pytest.mark.slow
 def test_local_processes_as_a_user_starts_them(background, tmp_path):
     """Two processes on this machine, interrupted and continued; from a folder that is not the project's."""
     job = ("--cluster", "local", "--nodes", "1", "--ngpus", "2")

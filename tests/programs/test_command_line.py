@@ -36,26 +36,21 @@ def test_help_and_mistakes_are_answered_without_importing_torch(program):
     assert re.fullmatch(rf"{program}: .*\(see --help\)\n", wrong.stderr), wrong.stderr
 
 
-@pytest.fixture
-def terminal(monkeypatch):
-    """A terminal of 100 columns in place of both outputs; reads the line that it shows."""
+def test_a_bar_of_100_columns_shows_rate_loss_and_time_left(monkeypatch):
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
+    os.set_blocking(ours, False)
     logger.setLevel(logging.INFO)
-    with open(theirs, "w", encoding="utf-8") as file:
-        monkeypatch.setattr(sys, "stdout", file)
-        monkeypatch.setattr(sys, "stderr", file)
-        yield lambda: os.read(ours, 1 << 16).decode().rsplit("\r", 1)[-1]
+    with open(theirs, "w", encoding="utf-8") as terminal, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", terminal)
+        patch.setattr(sys, "stderr", terminal)
+        progress = Progress("epoch 137/400", total=5004, images_per_iteration=4096)
+        for _ in range(2502):
+            progress.advance()
+        values = {"loss": 0.43210, "cmm/loss": 12.345, "lambda_cl": 0.62, "mask/visible": 0.25, "images/s": 1234.5}
+        progress.report(values)
+        shown = os.read(ours, 1 << 16).decode().rsplit("\r", 1)[-1]
+        progress.close()
     os.close(ours)
-
-
-def test_a_bar_of_100_columns_shows_rate_loss_and_time_left(terminal):
-    progress = Progress("epoch 137/400", total=5004, images_per_iteration=4096)
-    for _ in range(2502):
-        progress.advance()
-    values = {"loss": 0.43210, "cmm/loss": 12.345, "lambda_cl": 0.62, "mask/visible": 0.25, "images/s": 1234.5}
-    progress.report(values)
-    shown = terminal()
-    progress.close()
-    assert re.match(r"epoch 137/400  50%\|.{20}\| 2502/5004  \d\d:\d\d left, loss=0.4321, images/s=1234$", shown)
+    assert re.match(r"epoch 137/400  50%\|.{20}\| 2502/5004  \d\d:\d\d left, loss=0.4321, images/s=1234$", shown), shown
     assert len(shown) <= 100

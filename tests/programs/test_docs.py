@@ -23,6 +23,7 @@ def test_the_reference_of_flags_is_not_stale():
     assert PAGE.read_text(encoding="utf-8") == reference(), "run: python -m tools.flags"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if RUNNABLE.search(page.read_text())], ids=title)
 def test_runnable_commands_run(clone, page):
     """All of a page, in its order: later commands use what earlier ones leave."""

@@ -2,6 +2,8 @@
 
 import csv
 
+import pytest
+
 import main_compare
 import main_fewshot
 import main_knn
@@ -19,6 +21,7 @@ EVALUATE = (
 )
 
 
+@pytest.mark.slow
 def test_a_minute_of_pretraining_beats_random_weights_in_every_protocol(program, tmp_path):
     code, _, err = program(main_pretrain, *PRETRAIN, "--output_dir", tmp_path / "run")
     assert (code, err) == (0, "")

@@ -397,19 +397,14 @@ def test_a_head_that_explodes_ends_with_exit_code_3(evaluate):
 # --- Two processes, and the way from one program to the next ---
 
 
-def in_two_processes(program, *flags):
-    return run_to_end(torchrun(2, ROOT / program, *flags))
-
-
 @pytest.mark.parametrize("protocol", ["knn", "linprobe", "fewshot"])
-def test_two_processes_give_the_result_of_one(evaluate, tmp_path, checkpoint, protocol):
+def test_two_processes_give_the_result_of_one(evaluate, two_processes, tmp_path, checkpoint, protocol):
     flags = (*FLAGS[protocol], *{"linprobe": ("--batch_size", 13)}.get(protocol, ()))  # 13 in each of two processes
     data = (*SHAPES, "--shapes_images", 105)
-    done = in_two_processes(
-        f"main_{protocol}.py", *data, "--finetune", checkpoint, "--output_dir", tmp_path / "two", *flags
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("105 training and 21 test images") == 1, "one process speaks"
+    common = (*data, "--finetune", checkpoint, "--output_dir", tmp_path / "two")
+    codes, out, err = two_processes(f"main_{protocol}", *common, *flags)
+    assert (codes, err) == ([0, 0], "")
+    assert out.count("105 training and 21 test images") == 1, "one process speaks"
     one = {"linprobe": ("--batch_size", 26)}.get(protocol, ())
     assert evaluate(protocol, *data, *one)[0] == 0
     (ours,), (theirs,) = lines(tmp_path / "out"), lines(tmp_path / "two")
@@ -419,23 +414,23 @@ def test_two_processes_give_the_result_of_one(evaluate, tmp_path, checkpoint, pr
     assert all(np.array_equal(a[name], b[name]) for name in ("images", "labels", "top5", "correct", "correct5"))
 
 
-def test_two_processes_name_unreadable_images_once(tmp_path, checkpoint, folder):
+def test_two_processes_name_unreadable_images_once(two_processes, tmp_path, checkpoint, folder):
     """Those of the second process too, which is silent otherwise."""
     for path in ("cat/0.png", "eel/0.png"):
         (folder / "test" / path).write_bytes(b"")
     data = ("--data_path", folder, "--num_workers", 0, "--device", "cpu", "--finetune", checkpoint)
-    done = in_two_processes("main_knn.py", *data, "--output_dir", tmp_path / "out")
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("unreadable image, left out") == 2
-    assert "cat/0.png" in done.stderr
-    assert "eel/0.png" in done.stderr
+    codes, _, err = two_processes("main_knn", *data, "--output_dir", tmp_path / "out")
+    assert codes == [0, 0], err
+    assert err.count("unreadable image, left out") == 2
+    assert "cat/0.png" in err
+    assert "eel/0.png" in err
     assert lines(tmp_path / "out")[0]["images"] == {"train": 9, "test": 1, "unreadable": 2}
 
 
+@pytest.mark.slow
 def test_two_processes_report_a_mistake(tmp_path):
-    done = in_two_processes(
-        "main_knn.py", *SHAPES, "--finetune", tmp_path / "none.pth", "--output_dir", tmp_path / "out"
-    )
+    flags = ("--finetune", tmp_path / "none.pth", "--output_dir", tmp_path / "out")
+    done = run_to_end(torchrun(2, ROOT / "main_knn.py", *SHAPES, *flags))
     assert done.returncode != 0
     assert "none.pth: No such file or directory" in done.stderr
 

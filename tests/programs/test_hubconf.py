@@ -3,6 +3,7 @@
 import os
 import sys
 
+import pytest
 import torch
 from processes import ROOT, run_to_end
 
@@ -29,6 +30,7 @@ torch.save([encoder.forward_features(imgs), pooled.forward_features(imgs), loss]
 """
 
 
+@pytest.mark.slow
 def test_hub_gives_the_encoder_to_a_program_with_modules_of_the_same_names(tmp_path):
     model = mae_vit_micro_patch4()
     run = tmp_path / "run"

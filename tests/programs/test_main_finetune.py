@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from processes import ROOT, torchrun
 from small_runs import DATA, assert_same_training, checkpoint, log_lines
 
 import main_compare
@@ -223,14 +222,14 @@ def test_a_job_that_is_restarted_goes_on(tmp_path):
     assert (own.output_dir, own.resume) == (str(tmp_path / "7"), "auto")
 
 
-def test_two_processes_give_the_result_of_one(finetune, background, pretrained, tmp_path):
+def test_two_processes_give_the_result_of_one(finetune, two_processes, pretrained, tmp_path):
     """Up to rounding, where nothing is drawn for a process's part of a batch: no mixup, no drop path."""
     same = ("--mixup", 0, "--cutmix", 0, "--drop_path", 0, "--epochs", 1, "--warmup_epochs", 0, "--lr", 1e-3)
     flags = (*DATA, *SHORT, *same, "--finetune", pretrained, "--output_dir", tmp_path / "two", "--batch_size", 4)
-    process, said = background(torchrun(2, ROOT / "main_finetune.py", *flags))
+    codes, out, err = two_processes("main_finetune", *flags)
+    assert codes == [0, 0], err
+    assert out.count("48 training and 9 test images") == 1, "one process speaks"
     assert finetune(*same)[0] == 0
-    assert process.wait(timeout=240) == 0, said.read_text()
-    assert said.read_text().count("48 training and 9 test images") == 1, "one process speaks"
     one, two = (log_lines(tmp_path / name)[0] for name in ("out", "two"))
     assert one["train_loss"] == pytest.approx(two["train_loss"], rel=1e-5)
     assert one["test_loss"] == pytest.approx(two["test_loss"], rel=1e-4)
@@ -261,7 +260,7 @@ BAD = {
     "batch too large": (("--batch_size", "50"), "48 images do not fill one batch of 50"),
     "one class": (("--data_set", "folder", "--data_path", "{data}"), "has one class only"),
     "few outputs": (("--nb_classes", "9"), "--nb_classes 9 is less than the 10 classes"),
-    "policy": (("--aa", "rand-q3"), "--aa rand-q3 is not a policy of timm's"),
+    "policy": (("--aa", "rand-q3"), "--aa rand-q3 is not a timm policy"),
     "alpha": (("--finetune", "", *MODEL, "--in_chans", "4"), "--aa rand-m9-mstd0.5-inc1 is for grey and colour"),
     "erasing": (("--remode", "blur"), "argument --remode: invalid choice: 'blur'"),
     "mixing": (("--mixup_mode", "row"), "argument --mixup_mode: invalid choice: 'row'"),

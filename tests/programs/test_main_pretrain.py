@@ -275,6 +275,7 @@ def test_bad_input_ends_with_one_clear_sentence(cli, tmp_path, monkeypatch, case
     assert len(err.splitlines()) == 1, err
 
 
+@pytest.mark.slow
 def test_as_a_process_of_its_own(tmp_path):
     """Once for real: exit code, one sentence on standard error, and a compiled run."""
     command = [sys.executable, str(ROOT / "main_pretrain.py"), *SMALL]

@@ -68,9 +68,9 @@ def test_checkpoints_in_time_and_in_number(cli, tmp_path):
 
 def test_resuming_within_an_epoch(cli, tmp_path, monkeypatch):
     """A signal at every update of a run, in turn."""
-    flags = (*SMALL, "--accum_iter", 2, "--batch_size", 4, "--save_every", 1)
+    flags = (*SMALL, "--shapes_images", 24, "--accum_iter", 2, "--batch_size", 4, "--save_every", 1)
     assert cli(*flags, "--output_dir", tmp_path / "whole")[0] == 0
-    for stop_at in range(1, 12):
+    for stop_at in range(1, 6):
         folder = tmp_path / str(stop_at)
 
         number = STOP_SIGNALS[stop_at % 3]
