@@ -5,27 +5,27 @@
     python -m benchmarks.bench_knn --queries 50000 --only ours        # 50,000 x 50,000 x 768: time and peak memory
 
 All get the same float32 features, threads and k. The others' indexes are built before the clock starts; ours has none.
-Rounds alternate, because a shared machine is faster at some times than at others; ratios are of the same round.
+Rounds alternate; ratios are of the same round.
 """
 
 import resource
-import statistics
-import time
 from argparse import Namespace
 from collections.abc import Callable
 
 import numpy as np
 import torch
 
+from benchmarks.timing import alternate, median, ratio
 from util.cli import ArgumentParser, UserError, logger, run
 from util.evaluation.neighbours import nearest_neighbours
+from util.evaluation.tables import show_table
 from util.misc import generator
 
-Search = Callable[[], np.ndarray]  # returns neighbours' indices [M, k]
+Search = Callable[[int], np.ndarray]  # given the round, returns neighbours' indices [M, k]
 
 
 def get_args_parser() -> ArgumentParser:
-    parser = ArgumentParser("benchmarks.bench_knn", description=__doc__.split("\n")[0])
+    parser = ArgumentParser("benchmarks.bench_knn", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--train", default=50_000, type=int, help="training vectors")
     parser.add_argument("--queries", default=8_192, type=int, help="query vectors")
     parser.add_argument("--width", default=768, type=int, help="their width")
@@ -48,20 +48,20 @@ def features(number: int, width: int, name: str) -> torch.Tensor:
 def build_searches(train: torch.Tensor, queries: torch.Tensor, args: Namespace) -> dict[str, Search]:
     searches: dict[str, Search] = {}
     if args.only in (None, "ours"):
-        searches["ours"] = lambda: nearest_neighbours(train, queries, args.k, block_mb=args.block_mb)[1].numpy()
+        searches["ours"] = lambda _: nearest_neighbours(train, queries, args.k, block_mb=args.block_mb)[1].numpy()
     try:
         if args.only in (None, "faiss"):
-            import faiss
+            import faiss  # pyright: ignore[reportMissingImports]
 
             faiss.omp_set_num_threads(args.threads)
             index = faiss.IndexFlatL2(args.width)
             index.add(train.numpy())
-            searches["faiss"] = lambda: index.search(queries.numpy(), args.k)[1]
+            searches["faiss"] = lambda _: index.search(queries.numpy(), args.k)[1]
         if args.only in (None, "sklearn"):
             from sklearn.neighbors import NearestNeighbors
 
             brute = NearestNeighbors(n_neighbors=args.k, algorithm="brute", n_jobs=args.threads).fit(train.numpy())
-            searches["sklearn"] = lambda: brute.kneighbors(queries.numpy(), return_distance=False)
+            searches["sklearn"] = lambda _: brute.kneighbors(queries.numpy(), return_distance=False)
     except ImportError as error:
         raise UserError(f"{error}: pip install -r benchmarks/requirements.txt, or use --only ours") from None
     return searches
@@ -71,26 +71,16 @@ def main(args: Namespace) -> None:
     torch.set_num_threads(args.threads)
     train, queries = features(args.train, args.width, "train"), features(args.queries, args.width, "queries")
     searches = build_searches(train, queries, args)
-    seconds: dict[str, list[float]] = {name: [] for name in searches}
-    found = {}
-    for _ in range(args.rounds):
-        for name, search in searches.items():
-            start = time.perf_counter()
-            found[name] = search()
-            seconds[name].append(time.perf_counter() - start)
-
+    times, found = alternate(searches, args.rounds)
+    rows = [
+        [name, median(seconds), ratio(times["ours"], seconds), f"{(found['ours'] == found[name]).mean():.5f}"]
+        if "ours" in times
+        else [name, median(seconds), "", ""]
+        for name, seconds in times.items()
+    ]
     size = f"{args.queries:,} queries, {args.train:,} training vectors of {args.width}, k = {args.k}"
-    logger.info("%s, %d threads, %d rounds", size, args.threads, args.rounds)
-    for name, times in seconds.items():
-        logger.info("%-8s median %7.2f s   fastest %7.2f s", name, statistics.median(times), min(times))
-    for other in seconds.keys() - {"ours"}:
-        ratios = [a / b for a, b in zip(seconds.get("ours", []), seconds[other], strict=False)]
-        if ratios:
-            same = (found["ours"] == found[other]).mean()
-            text = " ".join(f"{ratio:.2f}" for ratio in ratios)
-            logger.info(
-                "ours / %s: median %.2f (%s); same neighbours: %.5f", other, statistics.median(ratios), text, same
-            )
+    title = f"{size}, {args.threads} threads, {args.rounds} rounds (medians)"
+    show_table(title, ["search", "s", "ours / it", "same neighbours"], rows)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     held = (train.nbytes + queries.nbytes) / 2**20
     logger.info("peak memory of the process: %.0f MB, of which %.0f MB are the features", peak, held)

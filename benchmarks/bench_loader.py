@@ -4,9 +4,8 @@
     python -m benchmarks.bench_loader --data_path FOLDER               # on those below FOLDER
     python -m benchmarks.bench_loader --width 2000 --height 1500       # on JPEGs of a camera's size, made for it
 
-Rounds alternate in one process, because a shared machine is faster at some times than at others; ratios are of the same
-round, of processor time. Then the same through loader processes, by the clock, with the time the main one needs itself.
-Set OMP_NUM_THREADS=1: the figures are per core.
+Rounds alternate in one process; ratios are of the same round, of processor time. Then the same through loader
+processes, by the clock, with the time the main one needs itself. Set OMP_NUM_THREADS=1: speeds are per core.
 """
 
 import io
@@ -29,15 +28,17 @@ from torchvision import transforms as v1
 from torchvision.datasets import ImageFolder
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
+from benchmarks.timing import alternate, ratio
 from util.cli import ArgumentParser, UserError, logger, run
 from util.crop import draw_crop
 from util.data import decode
 from util.data.sources import ImageList
 from util.datasets import Augmentation, AugmentedDataset, EpochBatches, ImageLoader, collate_augmented
+from util.evaluation.tables import show_table
 
 
 def get_args_parser() -> ArgumentParser:
-    parser = ArgumentParser("benchmarks.bench_loader", description=__doc__.split("\n")[0])
+    parser = ArgumentParser("benchmarks.bench_loader", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--data_path", default=None, help="folder with JPEGs somewhere below; default: made")
     parser.add_argument("--images", default=128, type=int, help="made, or read of a folder")
     parser.add_argument("--width", default=480, type=int, help="of the images made")
@@ -141,18 +142,6 @@ def pillow_round(dataset: AugmentedDataset, batches: list[list[int]], round_: in
     decode.simplejpeg = installed
 
 
-def alternate(tasks: dict[str, Callable[[int], None]], rounds: int, images: int) -> dict[str, list[float]]:
-    """Milliseconds of processor time per image, by task and round; the round before the first does not count."""
-    times: dict[str, list[float]] = {name: [] for name in tasks}
-    for round_ in range(-1, rounds):
-        for name, task in tasks.items():
-            start = time.process_time()
-            task(round_)
-            if round_ >= 0:
-                times[name].append((time.process_time() - start) * 1e3 / images)
-    return times
-
-
 def compare_pipelines(paths: list[str], args: Namespace) -> None:
     batches = [list(range(i, min(i + args.batch_size, len(paths)))) for i in range(0, len(paths), args.batch_size)]
     fast, exact = (augmented(paths, args.input_size, exact) for exact in (False, True))
@@ -161,13 +150,12 @@ def compare_pipelines(paths: list[str], args: Namespace) -> None:
         tasks["fast"] = partial(our_round, fast, batches)
     tasks["fast, without simplejpeg"] = partial(pillow_round, fast, batches)
     tasks["--exact_decode"] = partial(our_round, exact, batches)
-    times = alternate(tasks, args.rounds, len(paths))
-    for name, values in times.items():
-        ratios = [theirs / ours for theirs, ours in zip(times["upstream"], values, strict=True)]
-        logger.info(
-            "%-25s %6.0f images/s/core   %.2f times upstream (%.2f to %.2f)",
-            *(name, 1e3 / statistics.median(values), statistics.median(ratios), min(ratios), max(ratios)),
-        )
+    times, _ = alternate(tasks, args.rounds, time.process_time)
+    rows = [
+        [name, f"{len(paths) / statistics.median(seconds):.0f}", ratio(times["upstream"], seconds)]
+        for name, seconds in times.items()
+    ]
+    show_table("pipelines", ["pipeline", "images/s/core", "times upstream"], rows)
 
 
 # --- What the time goes to ---
@@ -177,9 +165,9 @@ def profile_stages(paths: list[str], args: Namespace) -> None:
     """Each stage alone, with its input prepared, for the same crops."""
     size, numbers = (args.input_size, args.input_size), range(len(paths))
     data = [Path(path).read_bytes() for path in paths]
-    jpegs = [decode.read_jpeg(content) for content in data]
-    if None in jpegs:
-        logger.info("no profile: %s is no ordinary JPEG", paths[jpegs.index(None)])
+    jpegs = [jpeg for content in data if (jpeg := decode.read_jpeg(content))]
+    if len(jpegs) < len(paths):
+        logger.info("no profile: not all images are ordinary JPEGs")
         return
     boxes = [draw_crop(*jpeg.size, random.Random(i)) for i, jpeg in enumerate(jpegs)]
     images = [decode.to_mode(content, "RGB") for content in data]
@@ -202,15 +190,19 @@ def profile_stages(paths: list[str], args: Namespace) -> None:
         "upstream: crop and resize": lambda i: images[i].crop(edges[i]).resize(size, Image.Resampling.BICUBIC),
         "upstream: to tensor, normalise": lambda i: last(crops[i]),
         "ours: read the file": lambda i: Path(paths[i]).read_bytes(),
-        "ours: header, draw the crop": lambda i: draw_crop(*decode.read_jpeg(data[i]).size, random.Random(i)),
+        "ours: header, draw the crop": lambda i: (
+            decode.read_jpeg(data[i]),
+            draw_crop(*jpegs[i].size, random.Random(i)),
+        ),
         "ours: decode all": lambda i: decode.decode(jpegs[i], jpegs[i].stored[0], 1, "RGB"),
         "ours: decode what is needed": lambda i: decode.decode(jpegs[i], needed[i], scales[i], "RGB"),
         "ours: crop and resize": resize,
         "ours: batch": lambda i: collate_augmented(samples[: args.batch_size]) if i % args.batch_size == 0 else None,
     }
     tasks = {name: lambda _, stage=stage: [stage(i) for i in numbers] for name, stage in stages.items()}
-    for name, values in alternate(tasks, args.rounds, len(paths)).items():
-        logger.info("%-31s %6.3f ms per image", name, statistics.median(values))
+    times, _ = alternate(tasks, args.rounds, time.process_time)
+    rows = [[name, f"{1e3 * statistics.median(seconds) / len(paths):.3f}"] for name, seconds in times.items()]
+    show_table("where the time goes", ["stage", "ms per image"], rows)
 
 
 # --- How exact it is ---
@@ -241,6 +233,7 @@ def compare_pixels(paths: list[str], args: Namespace) -> None:
 def measure_workers(paths: list[str], args: Namespace) -> None:
     """By the clock; the processes share the machine's cores with whatever else runs."""
     repeated = paths * max(8 * args.batch_size // len(paths), 1)
+    rows = []
     for workers in args.num_workers:
         theirs = DataLoader(
             Upstream(repeated, args.input_size), args.batch_size, num_workers=workers, persistent_workers=workers > 0
@@ -248,10 +241,9 @@ def measure_workers(paths: list[str], args: Namespace) -> None:
         dataset = augmented(repeated, args.input_size, exact=False)
         ours = ImageLoader(dataset, EpochBatches(len(dataset), args.batch_size, seed=0), num_workers=workers)
         (their_speed, _), (speed, main) = (images_per_second(loader, args) for loader in (theirs, ours))
-        logger.info(
-            "%d workers: %5.0f images/s, upstream's transforms %5.0f; the main process itself needs %.3f ms per image",
-            *(workers, speed, their_speed, main),
-        )
+        rows.append([str(workers), f"{speed:.0f}", f"{their_speed:.0f}", f"{main:.3f}"])
+    header = ["loader processes", "images/s", "with upstream's transforms", "ms per image of the main process"]
+    show_table("through loader processes, by the clock", header, rows)
 
 
 def images_per_second(loader: DataLoader | ImageLoader, args: Namespace) -> tuple[float, float]:

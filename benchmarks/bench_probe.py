@@ -9,14 +9,11 @@ protocol    90 epochs of augmented images, encoded anew (extrapolated from a few
 fewshot     engine_probe.fit_softmax against LogisticRegression: the same synthetic features, draws and objective
 full        the probe's LARS head, 90 epochs on all features, and fit_softmax, against LogisticRegression
 
-Whatever is compared alternates within each round, because a shared machine is faster at some times than at others.
+Whatever is compared alternates within each round.
 """
 
-import statistics
-import time
 import warnings
 from argparse import Namespace
-from collections import defaultdict
 from collections.abc import Callable
 from itertools import islice
 
@@ -25,11 +22,11 @@ import torch.nn.functional as F
 
 import main_linprobe
 from benchmarks.bench_knn import features as vectors
+from benchmarks.timing import alternate, median, ratio
 from engine_probe import CachedBatches, LinearHeads, build_optimizer, fit_softmax, predict, train_one_epoch
 from main_fewshot import draw
 from models_vit import SIZES
-from util.arguments import check_at_least
-from util.cli import ArgumentParser, UserError, logger, run
+from util.cli import ArgumentParser, UserError, count, number, positive, run
 from util.evaluation.features import FeatureSet
 from util.evaluation.subject import Subject, open_subject
 from util.evaluation.tables import show_table
@@ -44,54 +41,39 @@ GRAD_TOLERANCE = 1e-4  # of fit_softmax: the largest component of the gradient o
 RATES = (0.1, 1.0, 3.0, 10.0)  # --blr; the first is upstream's
 SPREAD = 0.4  # of the class centres: one shot gets some test vectors right, all features nearly all
 
+several = number(int, at_least=2)
+
 Solver = Callable[[torch.Tensor, torch.Tensor, Namespace], LinearHeads]
 
 
 def get_args_parser() -> ArgumentParser:
-    parser = ArgumentParser("benchmarks.bench_probe", description=__doc__.split("\n")[0])
+    parser = ArgumentParser("benchmarks.bench_probe", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--parts", default=list(PARTS), nargs="+", choices=list(PARTS), help="what to measure")
-    parser.add_argument("--rounds", default=3, type=int, help="alternating repetitions")
-    parser.add_argument("--threads", default=1, type=int, help="of torch; set OMP_NUM_THREADS alike for scikit-learn")
+    parser.add_argument("--rounds", default=3, type=count, help="alternating repetitions")
+    parser.add_argument("--threads", default=1, type=count, help="of torch; set OMP_NUM_THREADS alike for scikit-learn")
     parser.add_argument("--model", default="vit_micro_patch4", choices=list(SIZES), help="encoder of `protocol`")
-    parser.add_argument("--input_size", default=32, type=int, help="of its images")
-    parser.add_argument("--images", default=2048, type=int, help="training images (built-in shapes) of `protocol`")
-    parser.add_argument("--batch_size", default=256, type=int, help="of all heads trained by LARS")
-    parser.add_argument("--iterations", default=4, type=int, help="of upstream's protocol that are measured per round")
-    parser.add_argument("--shots", default=[1, 2, 4, 8, 16], type=int, nargs="+", help="images per class of `fewshot`")
-    parser.add_argument("--draws", default=3, type=int, help="of each number of shots")
-    parser.add_argument("--classes", default=30, type=int, help="of the synthetic features")
-    parser.add_argument("--train", default=5000, type=int, help="training features")
-    parser.add_argument("--test", default=5000, type=int, help="test features")
-    parser.add_argument("--width", default=768, type=int, help="of the features")
+    parser.add_argument("--input_size", default=32, type=count, help="of its images")
+    parser.add_argument("--images", default=2048, type=count, help="training images (built-in shapes) of `protocol`")
+    parser.add_argument("--batch_size", default=256, type=several, help="of all heads trained by LARS")
+    parser.add_argument("--iterations", default=4, type=count, help="of upstream's protocol, measured per round")
+    parser.add_argument("--shots", default=[1, 2, 4, 8, 16], type=count, nargs="+", help="images per class, `fewshot`")
+    parser.add_argument("--draws", default=3, type=count, help="of each number of shots")
+    parser.add_argument("--classes", default=30, type=several, help="of the synthetic features")
+    parser.add_argument("--train", default=5000, type=count, help="training features")
+    parser.add_argument("--test", default=5000, type=count, help="test features")
+    parser.add_argument("--width", default=768, type=count, help="of the features")
     parser.add_argument("--flush_denormal", action="store_true", help="numbers below 1e-38 count as 0")
-    parser.add_argument("--l2", default=1.0, type=float, help="as main_fewshot.py")
+    parser.add_argument("--l2", default=1.0, type=positive, help="as main_fewshot.py")
     return parser
 
 
 def check_args(args: Namespace) -> None:
-    names = ("rounds", "threads", "input_size", "iterations", "draws", "test", "width")
-    check_at_least(args, 1, *names)
-    check_at_least(args, 2, "batch_size", "classes")
-    if args.l2 <= 0:
-        raise UserError(f"--l2 {args.l2} must be above 0")
     if min(args.images, args.train) < args.batch_size:
         raise UserError(f"--images {args.images} and --train {args.train} must fill a --batch_size {args.batch_size}")
     if args.train < max(args.shots) * args.classes:
         raise UserError(f"--train {args.train} is too few for {max(args.shots)} shots of {args.classes} classes")
     if LogisticRegression is None and set(args.parts) - {"protocol"}:
         raise UserError("scikit-learn is missing: pip install -r benchmarks/requirements.txt, or --parts protocol")
-
-
-def timed(work: Callable[[], object]) -> tuple[float, object]:
-    start = time.perf_counter()
-    result = work()
-    return time.perf_counter() - start, result
-
-
-def ratio(ours: list[float], theirs: list[float]) -> str:
-    """The median of rounds, and their range."""
-    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-    return f"{statistics.median(ratios):.3g} ({min(ratios):.3g} to {max(ratios):.3g})"
 
 
 # --- Upstream's protocol and cached features ---
@@ -106,7 +88,7 @@ def open_shapes(args: Namespace, *flags: str) -> tuple[Subject, Namespace]:
 
 def encoded_iterations(subject: Subject, probe_args: Namespace, number: int) -> None:
     """Some iterations of upstream's protocol."""
-    batches = main_linprobe.build_batches(subject, [0], None, None, probe_args)
+    batches = main_linprobe.build_batches(subject, [0], None, probe_args)
     train_head(subject.encoder.embed_dim, len(subject.classes), islice(batches.epoch(0), number), number, probe_args)
 
 
@@ -119,22 +101,20 @@ def bench_protocol(args: Namespace) -> None:
     subject, encoded_args = open_shapes(args)
     cached_subject, cached_args = open_shapes(args, "--cache_features")
     per_epoch = args.images // args.batch_size
-    number = min(args.iterations, per_epoch)
-    seconds = defaultdict(list)
-    for _ in range(args.rounds):
-        some, _ = timed(lambda: encoded_iterations(subject, encoded_args, number))
-        seconds["upstream"].append(some / number * per_epoch * EPOCHS)
-        extraction, train = timed(lambda: cached_subject.features("train"))
-        training, _ = timed(lambda train=train: train_lars(train, [cached_args.blr], args))
-        seconds["extraction"].append(extraction)
-        seconds["cached"].append(extraction + training)
-    median = {name: statistics.median(values) for name, values in seconds.items()}
-    logger.info(
-        "%s, %d px, %d images: upstream's %d epochs %.0f s (extrapolated from %d iterations), cached %.1f s, of which "
-        "%.1f s encode the images once; upstream / cached: %s",
-        *(args.model, args.input_size, args.images, EPOCHS, median["upstream"], number),
-        *(median["cached"], median["extraction"], ratio(seconds["upstream"], seconds["cached"])),
-    )
+    iterations = min(args.iterations, per_epoch)
+    features = cached_subject.features("train")
+    tasks = {
+        "iterations": lambda _: encoded_iterations(subject, encoded_args, iterations),
+        "encode once": lambda _: cached_subject.features("train"),
+        "train on features": lambda _: train_lars(features, [cached_args.blr], args),
+    }
+    times, _ = alternate(tasks, args.rounds)
+    upstream = [seconds / iterations * per_epoch * EPOCHS for seconds in times.pop("iterations")]
+    cached = [sum(parts) for parts in zip(*times.values(), strict=True)]
+    rows = [[f"upstream's {EPOCHS} epochs, extrapolated from {iterations} iterations", median(upstream), ""]]
+    rows += [["--cache_features", median(cached), ratio(upstream, cached)]]
+    rows += [[f"    {name}", median(seconds), ""] for name, seconds in times.items()]
+    show_table(f"{args.model}, {args.input_size} px, {args.images} images", ["protocol", "s", "upstream / it"], rows)
 
 
 # --- Solvers of the same objective ---
@@ -155,9 +135,9 @@ def fit_sklearn(x: torch.Tensor, labels: torch.Tensor, args: Namespace, toleranc
     """The same objective on features standardised the same way; the default tolerance is scikit-learn's."""
     heads = LinearHeads([0], 1, x.shape[1], args.classes).double()
     x = x.double()
-    heads.norm.running_mean.copy_(x.mean(dim=0))
-    heads.norm.running_var.copy_(x.var(dim=0, correction=0))
+    heads.norm.running_mean, heads.norm.running_var = x.mean(dim=0), x.var(dim=0, correction=0)
     x = (x - heads.norm.running_mean) / (heads.norm.running_var + heads.norm.eps).sqrt()
+    assert LogisticRegression is not None  # check_args
     model = LogisticRegression(C=1 / args.l2, tol=tolerance, max_iter=1000).fit(x.numpy(), labels.numpy())
     heads.weight.data.copy_(torch.from_numpy(model.coef_))
     heads.bias.data.copy_(torch.from_numpy(model.intercept_))
@@ -183,15 +163,11 @@ def objective(heads: LinearHeads, x: torch.Tensor, labels: torch.Tensor, l2: flo
 
 def compare_solvers(problems: list[FeatureSet], test: FeatureSet, title: str, args: Namespace) -> list[list[str]]:
     """Rows of a table: seconds for all problems, ours / theirs, agreement, how far above ours the objective ends."""
-    seconds = {name: [0.0] * args.rounds for name in SOLVERS}
-    found: dict[str, list[LinearHeads]] = {}
-    for turn in range(args.rounds):
-        found = {name: [] for name in SOLVERS}
-        for problem in problems:
-            for name, solve in SOLVERS.items():
-                took, heads = timed(lambda s=solve, p=problem: s(p.features, p.labels, args))
-                seconds[name][turn] += took
-                found[name].append(heads)
+    tasks = {
+        name: lambda _, solve=solve: [solve(problem.features, problem.labels, args) for problem in problems]
+        for name, solve in SOLVERS.items()
+    }
+    seconds, found = alternate(tasks, args.rounds)
     tops = {name: torch.stack([predict(h, test.features)[0, 0, :, 0] for h in heads]) for name, heads in found.items()}
     values = {
         name: [objective(h, p.features, p.labels, args.l2) for h, p in zip(heads, problems, strict=True)]
@@ -202,9 +178,8 @@ def compare_solvers(problems: list[FeatureSet], test: FeatureSet, title: str, ar
         excess = max((a - b) / b for a, b in zip(values[name], values["ours"], strict=True))
         agreement = (tops[name] == tops["ours"]).float().mean().item()
         accuracy = (tops[name] == test.labels).float().mean().item()
-        took = f"{statistics.median(seconds[name]):.2f}"
-        beside = "" if name == "ours" else ratio(seconds["ours"], seconds[name])
-        rows.append([title, name, took, beside, f"{100 * agreement:.2f} %"])
+        rows.append([title, name, median(seconds[name]), ratio(seconds["ours"], seconds[name])])
+        rows[-1] += [f"{100 * agreement:.2f} %"]
         rows[-1] += [f"{100 * accuracy:.1f} %", f"{values[name][0]:.6g}", f"{excess:+.1e}"]
     return rows
 
@@ -242,18 +217,17 @@ def train_lars(train: FeatureSet, rates: list[float], args: Namespace) -> Linear
 def bench_full(args: Namespace) -> None:
     train, test = synthetic(args.train, args, "train"), synthetic(args.test, args, "test")
     show_table("all training features", HEADER, compare_solvers([train], test, f"{args.train} x {args.width}", args))
-    seconds, heads = defaultdict(list), None
-    for _ in range(args.rounds):
-        seconds["one"].append(timed(lambda: train_lars(train, [RATES[0]], args))[0])
-        took, heads = timed(lambda: train_lars(train, list(RATES), args))
-        seconds["grid"].append(took)
-        seconds["sklearn"].append(timed(lambda: fit_sklearn(train.features, train.labels, args))[0])
-    right = predict(heads, test.features)[0, :, :, 0] == test.labels
+    tasks = {
+        "sklearn": lambda _: fit_sklearn(train.features, train.labels, args),
+        "LARS, one rate": lambda _: train_lars(train, [RATES[0]], args),
+        f"LARS, {len(RATES)} rates at once": lambda _: train_lars(train, list(RATES), args),
+    }
+    times, found = alternate(tasks, args.rounds)
+    rows = [[name, median(seconds), ratio(seconds, times["sklearn"])] for name, seconds in times.items()]
+    show_table("the LARS head beside scikit-learn", ["head", "s", "it / sklearn"], rows)
+    right = predict(found[list(tasks)[-1]], test.features)[0, :, :, 0] == test.labels
     rows = [[f"{blr:g}", f"{100 * share:.1f} %"] for blr, share in zip(RATES, right.float().mean(dim=1), strict=True)]
     show_table("the LARS head, test accuracy by --blr", ["--blr", "Acc@1"], rows)
-    for name, label in {"one": "one rate", "grid": f"{len(RATES)} rates at once"}.items():
-        text = ratio(seconds[name], seconds["sklearn"])
-        logger.info("LARS, %s: %.1f s; LARS / sklearn: %s", label, statistics.median(seconds[name]), text)
 
 
 PARTS = {"protocol": bench_protocol, "fewshot": bench_fewshot, "full": bench_full}

@@ -4,12 +4,10 @@
     python -m benchmarks.bench_step --model mae_vit_base --batch_size 8   # ViT-B's width; minutes on 2 cores
     python -m benchmarks.bench_step --model mae_vit_base --batch_size 64 --device cuda --amp bf16 --compile
 
-Methods alternate within each round, so what else happens on the machine hits all of them; shown are medians over rounds
-of times and of ratios, and the ratios' range. An iteration is engine_pretrain.py's own, on ready images: no loader is
-involved.
+Methods alternate within each round; shown are medians over rounds of times and of ratios, and the ratios' range. An
+iteration is engine_pretrain.py's own, on ready images: no loader is involved.
 """
 
-import gc
 import logging
 import resource
 import statistics
@@ -20,22 +18,24 @@ from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import cast
 
 import torch
+from timm.layers import Attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import engine_pretrain
-import models_mae
-from main_pretrain import build_state
+from benchmarks.timing import Times, alternate, ratio
+from main_pretrain import build_masking, build_networks, check_args, settle_batch_and_rates
 from main_pretrain import get_args_parser as pretrain_parser
 from models_mae import MODELS, build_mae
-from util.cli import ArgumentParser, logger, run
-from util.datasets import normalise
+from util.cli import ArgumentParser, count, logger, run
+from util.datasets import ImageLoader, normalise
 from util.evaluation.tables import show_table
 from util.misc import amp_dtype, autocast, generator, pick_device
 from util.training.progress import EpochLog, LossGuard
-from util.training.resume import TrainingState
+from util.training.resume import Start
 
 PRESET = ("--cmm_every", "2", "--cmm_fraction", "0.25")  # with --cmm_dim at half of the width: docs/speed.md
 METHODS = {
@@ -55,11 +55,11 @@ PER_TURN = 4  # iterations of a method before the next has its turn: a multiple 
 
 
 def get_args_parser() -> ArgumentParser:
-    parser = ArgumentParser("benchmarks.bench_step", description=__doc__.split("\n")[0])
+    parser = ArgumentParser("benchmarks.bench_step", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", default="mae_vit_micro_patch4", choices=sorted(MODELS), help="its size")
     parser.add_argument("--input_size", default=None, type=int, help="default: 32 for micro, else 224")
-    parser.add_argument("--batch_size", default=64, type=int, help="images per iteration")
-    parser.add_argument("--rounds", default=5, type=int, help="turns of each method, after one to warm up")
+    parser.add_argument("--batch_size", default=64, type=count, help="images per iteration")
+    parser.add_argument("--rounds", default=5, type=count, help="turns of each method, after one to warm up")
     eager = [name for name in METHODS if "compiled" not in name]
     parser.add_argument("--methods", default=eager, nargs="+", choices=[*METHODS, PLAIN], help="in this order")
     parser.add_argument("--select", default="threshold", choices=["threshold", "topk"], help="as main_pretrain.py")
@@ -82,11 +82,8 @@ class ReadyImages:
     def set_epoch(self, epoch: int, first_batch: int = 0) -> None:
         pass
 
-    def __len__(self) -> int:
-        return self.iterations
-
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, None]]:
-        return iter([(self.imgs, None)] * self.iterations)
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, None, torch.Tensor]]:
+        return iter([(self.imgs, None, torch.arange(len(self.imgs)))] * self.iterations)
 
 
 class Contender:
@@ -95,17 +92,20 @@ class Contender:
     def __init__(self, name: str, args: Namespace):
         self.name, self.device = name, pick_device(args.device)
         flags = [*("--model", args.model, "--batch_size", args.batch_size, "--device", args.device)]
-        flags += ["--amp", args.amp, "--select", args.select, "--norm_pix_loss", "--warmup_epochs", "0"]
+        flags += ["--amp", args.amp, "--select", args.select, "--warmup_epochs", "0", "--epochs", "1", "--lr", "1e-4"]
         flags += ["--compile"] if args.compile else []
         flags += ["--grad_checkpointing"] if args.grad_checkpointing else []
-        width = build_on_meta(args.model).cls_token.shape[-1]
+        with torch.device("meta"):
+            width = build_mae(args.model).cls_token.shape[-1]
         method = METHODS["MAE" if name == PLAIN else name]
         flags += [str(width // 2) if flag == "half" else flag for flag in method]
         self.args = pretrain_parser().parse_args(list(map(str, flags)))
         size = args.input_size or (32 if "micro" in args.model else 224)
         self.args.input_size = [size, size]
-        self.args.lr = self.args.cmm_lr = 1e-4
-        self.state: TrainingState = build_state(self.args, self.device)
+        check_args(self.args)
+        settle_batch_and_rates(self.args)
+        self.state = build_networks(self.args, self.device)
+        self.masking = build_masking(self.state, self.args)
         shape = (args.batch_size, 3, size, size)
         self.imgs = torch.randint(256, shape, dtype=torch.uint8, generator=generator("bench_step"))
         if name == PLAIN:
@@ -114,8 +114,8 @@ class Contender:
     def make_plain(self) -> None:
         """The same model with attention written out, and torch's default AdamW."""
         for module in self.state.model.modules():
-            if hasattr(module, "fused_attn"):
-                module.fused_attn = False
+            if isinstance(module, Attention):
+                module.fused_attn = False  # pyright: ignore[reportAttributeAccessIssue]
         groups = self.state.optimizer.param_groups
         self.state.optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95))
 
@@ -131,19 +131,9 @@ class Contender:
 
     def iterate_engine(self, iterations: int) -> None:
         state = self.state
-        engine_pretrain.train_one_epoch(
-            state.model,
-            ReadyImages(self.imgs, iterations),
-            state.optimizer,
-            self.device,
-            0,
-            state.scaler,
-            cmm=state.cmm,
-            optimizer_cmm=state.optimizer_cmm,
-            loss_scaler_cmm=state.scaler_cmm,
-            loss_guard=LossGuard(skip=True),
-            args=self.args,
-        )
+        log = EpochLog(Start(0), iterations, LossGuard(skip=True), None, self.args)
+        loader = cast("ImageLoader", ReadyImages(self.imgs, iterations))
+        engine_pretrain.train_one_epoch(state.model, loader, self.masking, state, 0, log, self.args)
 
     def iterate_plainly(self, iterations: int) -> None:
         model, optimizer, dtype = self.state.model, self.state.optimizer, amp_dtype(self.args.amp, self.device)
@@ -157,13 +147,6 @@ class Contender:
             optimizer.step()
             optimizer.zero_grad()
 
-    def seconds(self) -> float:
-        """Of an iteration, over one turn."""
-        gc.collect()
-        start = time.perf_counter()
-        self.iterate(PER_TURN)
-        return (time.perf_counter() - start) / PER_TURN
-
     def gflop(self) -> float:
         """Of an iteration, counted."""
         # The counter knows attention only as the products it consists of.
@@ -172,40 +155,16 @@ class Contender:
         return counter.get_total_flops() / PER_TURN / 1e9
 
 
-def build_on_meta(model: str) -> models_mae.MaskedAutoencoderViT:
-    with torch.device("meta"):
-        return build_mae(model)
-
-
-def measure(contenders: list[Contender], rounds: int) -> dict[str, list[float]]:
-    """Seconds of an iteration, by method and round."""
-    for contender in contenders:
-        contender.iterate(PER_TURN)
-    times = defaultdict(list)
-    for _ in range(rounds):
-        for contender in contenders:
-            times[contender.name].append(contender.seconds())
-    return times
-
-
-def report(times: dict[str, list[float]], gflop: dict[str, float], batch_size: int) -> None:
+def report(times: Times, gflop: dict[str, float], batch_size: int) -> None:
+    """`times` of turns."""
     first = next(iter(times))
     rows = []
     for name, seconds in times.items():
-        ratios = [ours / base for ours, base in zip(seconds, times[first], strict=True)]
-        ratio = statistics.median(ratios)
-        work = gflop[name] / gflop[first] if {first, name} <= gflop.keys() else None
-        rows.append(
-            [
-                name,
-                f"{1000 * statistics.median(seconds):.0f}",
-                f"{batch_size / statistics.median(seconds):.1f}",
-                f"{ratio:.2f}",
-                f"{min(ratios):.2f} to {max(ratios):.2f}",
-                *(("-", "-") if work is None else (f"{work:.2f}", f"{ratio / work:.2f}")),
-            ]
-        )
-    header = ["method", "ms", "images/s", f"time / {first}", "range", "FLOPs", "time / FLOPs"]
+        each, work = statistics.median(seconds) / PER_TURN, gflop.get(name, 0) / gflop.get(first, 1)
+        relative = statistics.median(a / b for a, b in zip(seconds, times[first], strict=True))
+        counted = [f"{work:.2f}", f"{relative / work:.2f}"] if work else ["-", "-"]
+        rows.append([name, f"{1000 * each:.0f}", f"{batch_size / each:.1f}", ratio(seconds, times[first]), *counted])
+    header = ["method", "ms", "images/s", f"time / {first}", "FLOPs", "time / FLOPs"]
     show_table("an iteration (medians)", header, rows)
 
 
@@ -238,15 +197,10 @@ def profile(contender: Contender, turns: int) -> None:
     parts = [
         (state.cmm, "forward", "CMM, forward"),
         (state.model, "forward", "MAE, forward"),
-        (engine_pretrain, "soft_error", "soft pass, forward"),
+        (contender.masking.learned, "errors", "soft pass, forward"),
         (torch.Tensor, "backward", "backward passes"),
         (state.optimizer, "step", "AdamW"),
         (state.optimizer_cmm, "step", "AdamW"),
-        (engine_pretrain, "choose_masking", "extra: threshold"),
-        (state.model, "hard_masking", "extra: sorting, padding (within MAE, forward)"),
-        (engine_pretrain, "global_loss", "extra: global loss"),
-        (engine_pretrain, "cmm_losses", "extra: losses of the CMM"),
-        (EpochLog, "add", "extra: logging"),
     ]
     with ExitStack() as stack:
         for owner, name, label in parts:
@@ -254,29 +208,10 @@ def profile(contender: Contender, turns: int) -> None:
         start = time.perf_counter()
         contender.iterate(PER_TURN * turns)
         total = time.perf_counter() - start
+    spent["MAE, forward"] -= spent["soft pass, forward"]  # which is the MAE's, too
+    spent["all else"] = total - sum(spent.values())
     rows = [[label, f"{100 * seconds / total:.1f} %"] for label, seconds in spent.items()]
-    extra = sum(seconds for label, seconds in spent.items() if label.startswith("extra"))
-    rows.append(["all extra work", f"{100 * extra / total:.1f} %"])
     show_table(f"where the time of {contender.name} goes", ["part", "share"], rows)
-    show_padding(contender)
-
-
-def show_padding(contender: Contender) -> None:
-    """How much of the padded encoder input is padding, for the masks of these images."""
-    with torch.no_grad():
-        visible = contender.state.cmm(normalise(contender.imgs.to(contender.device))) >= 0.5
-    counts = visible.sum(dim=1)
-    model = contender.state.model
-    length = min(models_mae.round_up(1 + counts.max().item(), model.pad_to), 1 + visible.shape[1])
-    share = 1 - (1 + counts).float().mean().item() / length
-    logger.info(
-        "%d tokens in sequences of %d to %d, padded to %d: %.1f %% is padding",
-        counts.sum().item(),
-        1 + counts.min().item(),
-        1 + counts.max().item(),
-        length,
-        100 * share,
-    )
 
 
 # --- Memory ---
@@ -308,26 +243,18 @@ def main(args: Namespace) -> None:
     if args.one:
         logger.info("%f", peak_memory(args.one, args))
         return
-    logger.info(
-        "%s, batch %d, %s, %d threads%s",
-        args.model,
-        args.batch_size,
-        args.device,
-        torch.get_num_threads(),
-        ", compiled" if args.compile else "",
-    )
+    logger.info("%s, batch %d, %s, %d threads", args.model, args.batch_size, args.device, torch.get_num_threads())
     if args.memory:
         report_memory(args)
         return
     contenders = [Contender(name, args) for name in args.methods]
-    times = measure(contenders, args.rounds)
+    times, _ = alternate({each.name: lambda _, each=each: each.iterate(PER_TURN) for each in contenders}, args.rounds)
     # Compiled code computes what the same method computes otherwise, and torch's counter does not see into it.
     gflop = {contender.name: contender.gflop() for contender in contenders if not contender.args.compile}
     report(times, gflop, args.batch_size)
-    if args.profile:
-        for contender in contenders:
-            if contender.name == "CL-MAE":
-                profile(contender, args.rounds)
+    for contender in contenders:
+        if args.profile and contender.name == "CL-MAE":
+            profile(contender, args.rounds)
 
 
 if __name__ == "__main__":

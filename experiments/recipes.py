@@ -66,7 +66,7 @@ class Variant:
     name: str
     flags: tuple[str, ...] = ()  # of main_pretrain.py, in addition to the scale's
     paper: dict[str, str] = field(default_factory=dict)  # its line of paper.csv; protocol and data may differ
-    hours: int = 20  # of pretraining at full scale on eight A100, computed in benchmarks/projection.md
+    hours: int = 20  # of pretraining at full scale on eight A100, computed from FLOPs
     baseline: bool = False  # the variants below it are tested against it
     equal_compute: bool = False  # train MAE for as many epochs as CL-MAE's time would allow
     full_only: bool = False  # too large for the small scale
