@@ -1,15 +1,13 @@
 """What `pip install .` installs: all that the programs need, and nothing that is no part of them."""
 
 import importlib.metadata
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 from packaging.requirements import Requirement
+from processes import ENVIRONMENT, ROOT, run_to_end
 
 PACKAGES = ("util", "tools", "experiments", "benchmarks")
 
@@ -23,7 +21,7 @@ def read_requirements(name: str) -> list[Requirement]:
 def installed(clone, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("installed")
     flags = ["--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--no-compile", "--target", str(folder)]
-    done = subprocess.run([sys.executable, "-m", "pip", "install", *flags, str(clone)], capture_output=True, text=True)
+    done = run_to_end([sys.executable, "-m", "pip", "install", *flags, str(clone)])
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -39,9 +37,8 @@ def elsewhere(installed, tmp_path):
     """Runs Python in a folder that is not the project's; returns its standard output."""
 
     def call(*arguments: str) -> str:
-        environment = {**os.environ, "PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, *arguments]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        environment = {**ENVIRONMENT, "PYTHONPATH": str(installed)}
+        done = run_to_end([sys.executable, *arguments], cwd=tmp_path, env=environment)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
