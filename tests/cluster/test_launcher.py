@@ -58,7 +58,7 @@ def submitted(slurm, monkeypatch, tmp_path):
 
 def job_in(told):
     """The number of the job that the launcher has told of."""
-    return re.search(r"^.* job (\d+)$", told, re.MULTILINE)[1]
+    return re.search(r"^(?:.* )?job (\d+)$", told, re.MULTILINE)[1]
 
 
 def said(job_id, kind="out", folder=None):
