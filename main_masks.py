@@ -125,7 +125,8 @@ def measure_run(name: str, paths: list[Path], judge: Snapshot | None, args: Name
             raise UserError(f"{path} and --judge {args.judge} were trained on images of different sizes")
         images = read_images(open_source(args, snapshot), args.num_images or 1000, args.seed)
         imgs = as_input(images, snapshot, device)
-        mask = torch.cat([snapshot.mask(part, args.seed + at).mask for at, part in enumerate(imgs.split(BLOCK))])
+        parts = enumerate(imgs.split(BLOCK))
+        mask = torch.cat([snapshot.mask(part, args.seed, first=at * BLOCK).mask for at, part in parts])
         found.append(measure(name, mask, imgs, judge, args, snapshot))
     return found
 

@@ -54,14 +54,16 @@ class Snapshot:
         return ", ".join(parts)
 
     @torch.no_grad()
-    def mask(self, imgs: torch.Tensor, seed: int = 0) -> Masked:
-        """Mask and reconstruct as training does; `seed` is that of random masks."""
-        values, ask = self.masking.values(imgs), self.ask(imgs, seed)
+    def mask(self, imgs: torch.Tensor, seed: int = 0, first: int = 0) -> Masked:
+        """Mask and reconstruct as training does; `seed` is that of random masks, `first` the number of the first image
+        where a larger set is masked in parts."""
+        values, ask = self.masking.values(imgs), self.ask(imgs, seed, first)
         _, pred, mask = self.model(imgs, ask.mask_ratio, **self.masking.choose(ask, values))
         return Masked(values, mask, pred)
 
-    def ask(self, imgs: torch.Tensor, seed: int) -> Ask:
-        ask = self.masking.ask(imgs, torch.arange(len(imgs)) + seed * len(imgs), self.epoch or 0, 0.0)
+    def ask(self, imgs: torch.Tensor, seed: int, first: int = 0) -> Ask:
+        index = torch.arange(first, first + len(imgs)) + (seed << 32)
+        ask = self.masking.ask(imgs, index, self.epoch or 0, 0.0)
         ask.lambda_cl = 0.0 if self.lambda_cl is None else self.lambda_cl
         return ask
 
