@@ -236,7 +236,7 @@ def settle_mask_args(args: Namespace) -> None:
     if args.lambda_pos is None:
         args.lambda_pos = 1.0 if consistent else 0.0
     if args.lambda_cl_end is None:
-        args.lambda_cl_end = (-0.4 if consistent else -0.1) if curriculum else -1.0
+        args.lambda_cl_end = (-0.3 if consistent else -0.1) if curriculum else -1.0
     if args.mask_ratio_start is not None and curriculum and args.select == "threshold":
         raise UserError("--mask_ratio_start needs masks of an exact ratio: add --select topk, or another --masking")
 
