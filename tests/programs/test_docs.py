@@ -2,12 +2,14 @@
 
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
 from processes import ENVIRONMENT, ROOT, run_to_end
 
+import main_pretrain
 from tools.flags import PAGE, reference
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "experiments").glob("*.md"))]
@@ -49,3 +51,26 @@ def test_flags_in_commands_exist():
                 found = re.search(r"(?:main_\w+\.py|submitit_\w+\.py|-m experiments\.run)(.*)", line.split("  #")[0])
                 flags = re.findall(r"(?<!\S)(--\w+)", found[1]) if found else []
                 assert set(flags) <= known | {"--task", "--help"}, (page.name, line)
+
+
+IMAGENET = re.compile(r"(torchrun .*main|submitit)_pretrain\.py.*--model mae_vit_(base|large|huge)")
+
+
+def test_imagenet_commands_train_at_the_papers_rate():
+    """He et al.'s 1.5e-4 per 256 images: 0.0024 at their batch of 4096, in every command for several processes."""
+    lines = [
+        (title(page), line)
+        for page in PAGES
+        for block in re.findall(r"^```bash.*?\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+        for line in block.replace("\\\n", " ").splitlines()
+        if IMAGENET.search(line)
+    ]
+    assert len(lines) >= 3
+    for page, line in lines:
+        nodes = re.search(r"--n?nodes[ =](\d+)", line)
+        per_node = re.search(r"--(?:ngpus|nproc_per_node)[ =](\d+)", line)
+        processes = int(nodes[1] if nodes else 1) * int(per_node[1] if per_node else 8)
+        words = shlex.split(line.split("_pretrain.py")[1].split("  #")[0].replace("...", ""))
+        args, _ = main_pretrain.get_args_parser().parse_known_args(words)
+        batch = args.global_batch_size or args.batch_size * args.accum_iter * processes
+        assert args.blr * batch / 256 == pytest.approx(0.0024), (page, line)
