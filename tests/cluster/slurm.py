@@ -65,7 +65,7 @@ MinJobAge=3600
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SlurmctldParameters=preempt_send_user_signal
-PartitionName=main Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=20
+PartitionName=main Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=10
 PartitionName=urgent Nodes=ALL PriorityTier=10 PreemptMode=OFF
 
 # Believe this file about the nodes, whatever the machine has.

@@ -259,7 +259,7 @@ def test_two_nodes(reference):
 
 
 def test_gpus_are_asked_for_and_the_cpu_computes(submitted, slurm, reference):
-    (job,) = submitted("--nodes", 2, "--ngpus", 2, *RUN, "--epochs", 1)
+    (job,) = submitted("--nodes", 2, "--ngpus", 2, *RUN, "--shapes_images", 48, "--epochs", 1)
     assert slurm.wait(job.job_id, "COMPLETED", "FAILED") == "COMPLETED", said(job.job_id, "err")
     assert "gres:gpu:2" in slurm.run("scontrol", "show", "job", job.job_id)
     assert "batch 4 x 1 on each of 4 processes" in said(job.job_id)
