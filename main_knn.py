@@ -39,7 +39,7 @@ from util.evaluation.metrics import summary
 from util.evaluation.neighbours import inverse_distance, nearest_neighbours, vote
 from util.evaluation.results import TOP, Outcome, Report
 from util.evaluation.subject import open_subject
-from util.evaluation.tables import show_table, shown
+from util.evaluation.tables import show_accuracies, show_table
 
 
 def numbers_of_neighbours(args: Namespace, num_train: int) -> list[int]:
@@ -79,13 +79,7 @@ def evaluate(
     """Labels of the five nearest training images, int64 [1, N, 5] (-1 where there are fewer), and the votes."""
     most = max([*ks, min(TOP, len(train))])
     distances, index = nearest_neighbours(
-        train.features,
-        test.features,
-        most,
-        cosine=cosine,
-        device=device,
-        block_mb=block_mb,
-        header="nearest neighbours",
+        train.features, test.features, most, cosine=cosine, device=device, block_mb=block_mb, header="neighbours"
     )
     labels = train.labels[index]
     nearest = torch.nn.functional.pad(labels[:, :TOP], (0, max(TOP - most, 0)), value=-1)
@@ -109,22 +103,15 @@ def main(args: Namespace) -> None:
     )
 
     metrics = summary(top5, test.labels)
-    show_table(
-        f"nearest neighbour ({args.distance}) on {subject.data_name}",
-        ["Acc@1", "Acc@5"],
-        [[shown(metrics, "acc1"), shown(metrics, "acc5")]],
-    )
+    show_accuracies(f"nearest neighbour ({args.distance}) on {subject.data_name}", metrics)
     if len(subject.classes) < TOP:
-        logger.info(
-            "(Acc@5 looks at the labels of the five nearest images; there are %d classes)", len(subject.classes)
-        )
+        logger.info("(Acc@5 looks at the labels of the five nearest images; classes: %d)", len(subject.classes))
     show_table(
         "votes of the k nearest, Acc@1",
         ["k", "majority", "weighted"],
         [[k, f"{acc['majority']:.2f}", f"{acc['weighted']:.2f}"] for k, acc in votes.items()],
     )
-    report.scalar("acc1", metrics["acc1"], 0)
-    report.scalar("acc5", metrics["acc5"], 0)
+    report.accuracies(metrics, step=0)
     for k, acc in votes.items():
         for name, value in acc.items():
             report.scalar(name, value, int(k))
