@@ -75,40 +75,28 @@ def get_args_parser() -> ArgumentParser:
         "--weight_decay", default=0.05, type=non_negative, help="for matrices; biases, norms, tokens have none"
     )
     optim.add_argument("--lr", type=positive, help="absolute learning rate; default: blr * batch / 256")
-    optim.add_argument(
-        "--blr", default=1e-3, type=non_negative, help="base learning rate, per 256 images of a global batch"
-    )
-    optim.add_argument(
-        "--layer_decay", default=0.75, type=positive, help="rate of each layer, as a share of that of the next"
-    )
+    optim.add_argument("--blr", default=1e-3, type=non_negative, help="learning rate per 256 images of a global batch")
+    optim.add_argument("--layer_decay", default=0.75, type=positive, help="each layer's rate, as a share of the next's")
     optim.add_argument("--min_lr", default=1e-6, type=non_negative, help="lower bound of the cosine")
     optim.add_argument("--warmup_epochs", default=5, type=count_or_zero, help="epochs of linear warm-up")
 
     images = parser.add_argument_group("augmentation")
-    images.add_argument(
-        "--color_jitter", type=non_negative, help="strength of changes of colour; only where --aa is ''"
-    )
+    images.add_argument("--color_jitter", type=non_negative, help="strength of colour changes; only where --aa is ''")
     images.add_argument("--aa", default="rand-m9-mstd0.5-inc1", help="timm's policy; '' for none")
     images.add_argument(
         "--smoothing", default=0.1, type=number(at_least=0, below=1), help="share of a label spread over all classes"
     )
-    images.add_argument(
-        "--reprob", default=0.25, type=probability, help="probability that parts of an image are erased"
-    )
+    images.add_argument("--reprob", default=0.25, type=probability, help="probability of erasing parts of an image")
     images.add_argument("--remode", default="pixel", choices=ERASING, help="what takes their place")
     images.add_argument("--recount", default=1, type=count, help="most parts to erase")
     images.add_argument("--resplit", action="store_true", help="as upstream, without effect: all views are augmented")
 
     mixes = parser.add_argument_group("mixup and cutmix")
-    mixes.add_argument(
-        "--mixup", default=0, type=non_negative, help="alpha of mixup: two images shine through; 0: none"
-    )
+    mixes.add_argument("--mixup", default=0, type=non_negative, help="alpha of mixup, which blends two images; 0: none")
     mixes.add_argument(
         "--cutmix", default=0, type=non_negative, help="alpha of cutmix: a box of another image; 0: none"
     )
-    mixes.add_argument(
-        "--cutmix_minmax", type=probability, nargs="+", help="least and largest side of the box, as shares"
-    )
+    mixes.add_argument("--cutmix_minmax", type=probability, nargs="+", help="range of the box's side, as two shares")
     mixes.add_argument("--mixup_prob", default=1.0, type=probability, help="probability that anything is mixed")
     mixes.add_argument(
         "--mixup_switch_prob", default=0.5, type=probability, help="probability of cutmix where both are possible"

@@ -22,9 +22,7 @@ def get_args_parser() -> ArgumentParser:
     knn = parser.add_argument_group("nearest neighbours")
     knn.add_argument("--distance", default="euclidean", choices=["euclidean", "cosine"], help="between features")
     knn.add_argument("--k", type=count, nargs="+", help="numbers of voting neighbours; default: 1 5 10 20")
-    knn.add_argument(
-        "--block_mb", default=256, type=number(at_least=1), help="memory for a block of distances, in megabytes"
-    )
+    knn.add_argument("--block_mb", default=256, type=number(at_least=1), help="megabytes for a block of distances")
     knn.add_argument("--batch_size", default=256, type=count, help="images encoded at once, per process")
     add_evaluation_arguments(parser)
     return parser
@@ -55,14 +53,12 @@ def neighbour_votes(
     labels: torch.Tensor, distances: torch.Tensor, truth: torch.Tensor, ks: list[int], num_classes: int
 ) -> dict[str, dict[str, float]]:
     """Acc@1 in percent of majority and distance-weighted votes of the k nearest, given labels and distances [M, K]."""
-    votes = {}
+    votes = {str(k): {} for k in ks}
     for k in ks:
-        near, weights = labels[:, :k], inverse_distance(distances[:, :k])
-        ballots = {"majority": torch.ones_like(weights), "weighted": weights}
-        votes[str(k)] = {
-            name: 100 * (vote(near, ballot, num_classes) == truth).double().mean().item()
-            for name, ballot in ballots.items()
-        }
+        weights = inverse_distance(distances[:, :k])
+        for name, ballot in {"majority": torch.ones_like(weights), "weighted": weights}.items():
+            right = vote(labels[:, :k], ballot, num_classes) == truth
+            votes[str(k)][name] = 100 * right.double().mean().item()
     return votes
 
 

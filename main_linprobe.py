@@ -47,12 +47,8 @@ def get_args_parser() -> ArgumentParser:
     optim = parser.add_argument_group("optimization")
     optim.add_argument("--weight_decay", default=0, type=non_negative, help="of the head; upstream has none")
     optim.add_argument("--lr", type=positive, help="absolute learning rate; default: blr * batch / 256")
-    optim.add_argument(
-        "--blr", default=0.1, type=non_negative, help="base learning rate, per 256 images of a global batch"
-    )
-    optim.add_argument(
-        "--lr_grid", type=positive, nargs="+", help="values of --blr to choose from, on held-out train images"
-    )
+    optim.add_argument("--blr", default=0.1, type=non_negative, help="learning rate per 256 images of a global batch")
+    optim.add_argument("--lr_grid", type=positive, nargs="+", help="values of --blr to choose from on held-out images")
     optim.add_argument("--min_lr", default=0.0, type=non_negative, help="lower bound of the cosine")
     optim.add_argument("--warmup_epochs", default=10, type=count_or_zero, help="epochs of linear warm-up")
 

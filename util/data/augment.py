@@ -59,7 +59,7 @@ def finetune_augmentation(args: Namespace) -> StrongAugmentation:
             separate=True,
         )
     except (AssertionError, ValueError, LookupError) as error:  # raised by timm's policy parser
-        raise UserError(f"--aa {args.aa} is not a policy of timm's: {error}") from None
+        raise UserError(f"--aa {args.aa} is not a timm policy: {error}") from None
     _, distort, finish = cast(tuple[Compose, Compose, Compose], steps)
     for op in operations(distort):
         if op.name.startswith("Posterize"):

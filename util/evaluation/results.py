@@ -225,10 +225,8 @@ def read_run(name: str, path: Path) -> EvaluatedRun:
         found.setdefault((result.protocol, result.data), []).append(result)
     for same in found.values():
         if len(same) > 1:
-            last = same[-1]
-            logger.info(
-                "%s has %d results of %s; using the last (%s)", path, len(same), last.title, last.origin_of_weights
-            )
+            last = f"{same[-1].title}; using the last ({same[-1].origin_of_weights})"
+            logger.info("%s has %d results of %s", path, len(same), last)
     return EvaluatedRun(name, {key: same[-1] for key, same in found.items()})
 
 
@@ -312,8 +310,6 @@ def read_predictions(result: Result) -> Predictions:
     found = dict(zip(shots, correct.mean(axis=(2, 3)).T * 100, strict=True)) if images.size else {}
     for number, score in result.scores.items():
         if number not in found or np.abs(found[number] - score.acc).max() > ROUNDING:
-            raise UserError(
-                f"{path} does not belong to {result.title}: its accuracies are not those in {RESULTS}; "
-                "run the evaluation again"
-            )
+            wrong = f"does not belong to {result.title}: its accuracies are not those in {RESULTS}"
+            raise UserError(f"{path} {wrong}; run the evaluation again")
     return Predictions(path, images, labels, seeds, dict(zip(shots, correct.swapaxes(0, 1), strict=True)))
