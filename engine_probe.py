@@ -35,8 +35,10 @@ class LinearHeads(nn.Module):
 
     def __init__(self, seeds: list[int], num_rates: int, width: int, num_classes: int):
         super().__init__()
-        weights = [initial_weight(seed, width, num_classes).expand(num_rates, -1, -1) for seed in seeds]
-        self.weight = nn.Parameter(torch.stack(weights))  # [R, G, C, D]
+        weight = torch.empty(len(seeds), num_rates, num_classes, width)
+        for of_run, seed in zip(weight, seeds, strict=True):
+            of_run[:] = nn.init.trunc_normal_(of_run[0], std=0.01, generator=torch.Generator().manual_seed(seed))
+        self.weight = nn.Parameter(weight)  # [R, G, C, D]
         self.bias = nn.Parameter(torch.zeros(len(seeds), num_rates, num_classes))
         self.norm = nn.BatchNorm1d(len(seeds) * width, affine=False, eps=1e-6)  # a channel per run and feature
 
@@ -45,11 +47,6 @@ class LinearHeads(nn.Module):
         runs, batch, width = x.shape
         x = self.norm(x.transpose(0, 1).reshape(batch, runs * width)).view(batch, runs, width)
         return torch.einsum("brd,rgcd->rgbc", x, self.weight) + self.bias[:, :, None]
-
-
-def initial_weight(seed: int, width: int, num_classes: int) -> torch.Tensor:
-    weight = torch.empty(num_classes, width)
-    return nn.init.trunc_normal_(weight, std=0.01, generator=torch.Generator().manual_seed(seed))
 
 
 def build_optimizer(heads: LinearHeads, args: Namespace) -> LARS:
@@ -84,8 +81,8 @@ def train_one_epoch(
 
 @contextmanager
 def no_denormals() -> Iterator[None]:
-    """Take numbers next to zero for zero: CPUs are slow with them, some heads of `--lr_grid` run into them, and no
-    accuracy depends on them. Afterwards they count again, for whatever else this process does."""
+    """Flush denormals to zero: CPUs are slow with them, some heads of `--lr_grid` produce them, and no accuracy depends
+    on them."""
     torch.set_flush_denormal(True)
     try:
         yield
@@ -178,7 +175,6 @@ def fit_softmax(
         max_iter=1000,
         tolerance_grad=1e-4,
         tolerance_change=1e-12,
-        history_size=10,
         line_search_fn="strong_wolfe",
     )
 

@@ -43,20 +43,15 @@ def check_args(args: Namespace) -> None:
     # Not resolve(): a link's own name says more than what it points to.
     paths = [Path(os.path.abspath(folder)) for folder in args.folders]
     places = [path.parent if path.name == RESULTS else path for path in paths]
-    repeated = first_repeated(places)
-    if repeated is not None:
-        raise UserError(f"{repeated} is given twice; a run cannot be compared with itself")
-    if args.names is None:
-        args.names = short_names(places)
+    for at, place in enumerate(places):
+        if place in places[:at]:
+            raise UserError(f"{place} is given twice; a run cannot be compared with itself")
+    args.names = args.names or short_names(places)
     if len(args.names) != len(args.folders):
         raise UserError(f"--names has {len(args.names)} names for {len(args.folders)} folders; give one for each")
-    repeated = first_repeated(args.names)
-    if repeated is not None:
-        raise UserError(f"--names {repeated} is given twice; each run needs a name of its own")
-
-
-def first_repeated(items: list) -> object | None:
-    return next((item for at, item in enumerate(items) if item in items[:at]), None)
+    for at, name in enumerate(args.names):
+        if name in args.names[:at]:
+            raise UserError(f"--names {name} is given twice; each run needs a name of its own")
 
 
 def table_notes(names: list[str], rows: list[Comparison]) -> list[str]:

@@ -124,8 +124,7 @@ def main(args: Namespace) -> None:
         [[shots, shown(values, "acc1"), shown(values, "acc5")] for shots, values in metrics.items()],
     )
     for shots, values in metrics.items():
-        for name in ("acc1", "acc5"):
-            report.scalar(name, values[name], int(shots))
+        report.accuracies(values, int(shots))
     settings = {"l2": args.l2, "allow_fewer": args.allow_fewer}
     path = report.write(Outcome(test, top5, seeds, settings, len(train), {"shots": metrics}))
     if path:

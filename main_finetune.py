@@ -75,40 +75,28 @@ def get_args_parser() -> ArgumentParser:
         "--weight_decay", default=0.05, type=non_negative, help="for matrices; biases, norms, tokens have none"
     )
     optim.add_argument("--lr", type=positive, help="absolute learning rate; default: blr * batch / 256")
-    optim.add_argument(
-        "--blr", default=1e-3, type=non_negative, help="base learning rate, per 256 images of a global batch"
-    )
-    optim.add_argument(
-        "--layer_decay", default=0.75, type=positive, help="rate of each layer, as a share of that of the next"
-    )
+    optim.add_argument("--blr", default=1e-3, type=non_negative, help="learning rate per 256 images of a global batch")
+    optim.add_argument("--layer_decay", default=0.75, type=positive, help="each layer's rate, as a share of the next's")
     optim.add_argument("--min_lr", default=1e-6, type=non_negative, help="lower bound of the cosine")
     optim.add_argument("--warmup_epochs", default=5, type=count_or_zero, help="epochs of linear warm-up")
 
     images = parser.add_argument_group("augmentation")
-    images.add_argument(
-        "--color_jitter", type=non_negative, help="strength of changes of colour; only where --aa is ''"
-    )
+    images.add_argument("--color_jitter", type=non_negative, help="strength of colour changes; only where --aa is ''")
     images.add_argument("--aa", default="rand-m9-mstd0.5-inc1", help="timm's policy; '' for none")
     images.add_argument(
         "--smoothing", default=0.1, type=number(at_least=0, below=1), help="share of a label spread over all classes"
     )
-    images.add_argument(
-        "--reprob", default=0.25, type=probability, help="probability that parts of an image are erased"
-    )
+    images.add_argument("--reprob", default=0.25, type=probability, help="probability of erasing parts of an image")
     images.add_argument("--remode", default="pixel", choices=ERASING, help="what takes their place")
     images.add_argument("--recount", default=1, type=count, help="most parts to erase")
     images.add_argument("--resplit", action="store_true", help="as upstream, without effect: all views are augmented")
 
     mixes = parser.add_argument_group("mixup and cutmix")
-    mixes.add_argument(
-        "--mixup", default=0, type=non_negative, help="alpha of mixup: two images shine through; 0: none"
-    )
+    mixes.add_argument("--mixup", default=0, type=non_negative, help="alpha of mixup, which blends two images; 0: none")
     mixes.add_argument(
         "--cutmix", default=0, type=non_negative, help="alpha of cutmix: a box of another image; 0: none"
     )
-    mixes.add_argument(
-        "--cutmix_minmax", type=probability, nargs="+", help="least and largest side of the box, as shares"
-    )
+    mixes.add_argument("--cutmix_minmax", type=probability, nargs="+", help="range of the box's side, as two shares")
     mixes.add_argument("--mixup_prob", default=1.0, type=probability, help="probability that anything is mixed")
     mixes.add_argument(
         "--mixup_switch_prob", default=0.5, type=probability, help="probability of cutmix where both are possible"
@@ -137,7 +125,6 @@ import time
 from pathlib import Path
 
 import torch
-from torch.utils.tensorboard import SummaryWriter
 
 from engine_finetune import Objective, evaluate, test_metrics, train_one_epoch
 from models_vit import classifier_of, resolve_checkpoint, with_head
@@ -146,9 +133,9 @@ from util.data.augment import build_finetune_loader
 from util.datasets import ImageLoader, count_steps
 from util.evaluation.features import FeatureSet
 from util.evaluation.metrics import summary, top_classes
-from util.evaluation.results import Outcome, Report, say_if_few_classes
+from util.evaluation.results import Outcome, Report, best_epoch, say_if_few_classes
 from util.evaluation.subject import Subject, open_subject, subject_of
-from util.evaluation.tables import show_table, shown
+from util.evaluation.tables import show_accuracies
 from util.lr_decay import param_groups_lrd
 from util.misc import (
     NativeScalerWithGradNormCount,
@@ -182,15 +169,25 @@ def check_args(args: Namespace) -> None:
 
 
 def check_data(subject: Subject, args: Namespace) -> None:
-    classes = len(subject.classes)
-    if classes < 2:
+    if len(subject.classes) < 2:
         raise UserError(f"{subject.data_name} has one class only: there is nothing to distinguish")
-    if args.nb_classes is not None and args.nb_classes < classes:
-        raise UserError(f"--nb_classes {args.nb_classes} is less than the {classes} classes of the data")
+    subject.check_outputs(args.nb_classes)
     if args.cutmix_minmax is not None:
         least, most = args.cutmix_minmax
         if any(int(side * least) == int(side * most) for side in args.input_size):
             raise UserError(f"--cutmix_minmax {least} {most} leaves no box to choose in images of {args.input_size} px")
+
+
+def settle(subject: Subject, args: Namespace) -> None:
+    """Fill in what depends on the data, the weights and the number of processes; checkpoints keep it with the flags."""
+    args.nb_classes = args.nb_classes or len(subject.classes)
+    if args.lr is None:
+        args.lr = args.blr * args.batch_size * args.accum_iter * get_world_size() / 256
+    args.classes = subject.classes
+    args.data_identity = resume.data_identity(subject.datasets["train"].source)
+    args.pretrained_sha256 = subject.checkpoint_sha256
+    args.precision = precision(args.amp, subject.device)
+    args.commit = git_commit() if is_main_process() else None
 
 
 def build_classifier(subject: Subject, args: Namespace) -> TrainingState:
@@ -209,50 +206,28 @@ def start_finetuning(state: TrainingState, steps_per_epoch: int, args: Namespace
         return resume.agreed(Start(args.start_epoch))
     checkpoint, source = found
     if "optimizer" not in checkpoint or "head.weight" not in ckpt.weights_of(checkpoint):
-        raise UserError(
-            f"{source} is not of a fine-tuning that could be resumed; to start from its weights, use --finetune"
-        )
+        raise UserError(f"{source} is not of a fine-tuning that could be resumed; --finetune starts from its weights")
     return resume.agreed(resume.continue_from(state, checkpoint, source, steps_per_epoch, args))
 
 
-def settle(subject: Subject, args: Namespace) -> None:
-    """Fill in what depends on the data, the weights and the number of processes; checkpoints keep it with the flags."""
-    args.nb_classes = args.nb_classes or len(subject.classes)
-    if args.lr is None:
-        args.lr = args.blr * args.batch_size * args.accum_iter * get_world_size() / 256
-    args.classes = subject.classes
-    args.data_identity = resume.data_identity(subject.datasets["train"].source)
-    args.pretrained_sha256 = subject.checkpoint_sha256
-    args.precision = precision(args.amp, subject.device)
-    args.commit = git_commit() if is_main_process() else None
+def main(args: Namespace) -> None:
+    check_args(args)
+    if args.eval:
+        test_again(args)
+        return
+    subject = open_subject(args, drop_path=args.drop_path)
+    device, test_images = subject.device, subject.datasets["val"]
+    check_data(subject, args)
+    settle(subject, args)
+    data_loader = build_finetune_loader(subject.datasets["train"].source, args)
+    steps_per_epoch = count_steps(data_loader, args)
+    state = build_classifier(subject, args)
+    start = start_finetuning(state, steps_per_epoch, args)
+    log_writer = prepare_output(args, start, steps_per_epoch, subject.classes)
+    report = Report(subject, PROTOCOL, log_writer)
+    parameters = sum(p.numel() for p in state.model.parameters())
+    describe_run(parameters, data_loader, start, args)
 
-
-def count_parameters(state: TrainingState) -> int:
-    return sum(p.numel() for p in state.model.parameters())
-
-
-def describe_run(state: TrainingState, data_loader: ImageLoader, start: Start, args: Namespace) -> None:
-    logger.info("%.1fM parameters to train, %s on %s", count_parameters(state) / 1e6, args.precision, args.device)
-    batch = " x ".join(map(str, (args.batch_size, args.accum_iter)))
-    if get_world_size() > 1:
-        batch += f" on each of {get_world_size()} processes"
-    rates = f"learning rate {args.lr:.3g}, times {args.layer_decay:g} for each layer below the head"
-    logger.info("batch %s, %d iterations per epoch, %s", batch, len(data_loader), rates)
-    if start.epoch >= args.epochs:
-        logger.info("all %d epochs are trained: only the test is left", args.epochs)
-
-
-def fit(
-    subject: Subject,
-    state: TrainingState,
-    data_loader: ImageLoader,
-    start: Start,
-    log_writer: SummaryWriter | None,
-    args: Namespace,
-) -> tuple[FeatureSet | None, dict[int, float]]:
-    """Train all epochs that are left and test after each; returns the last epoch's logits of the test images (None
-    where no epoch was left), and the test Acc@1 by epoch."""
-    device, test_images, steps_per_epoch = subject.device, subject.datasets["val"], count_steps(data_loader, args)
     model, objective = with_ddp(state.model), Objective(args)
     loss_guard = LossGuard(skip=amp_dtype(args.amp, device) == torch.float16)
     test, by_epoch = None, accuracy_by_epoch(args)
@@ -269,11 +244,24 @@ def fit(
             metrics = test_metrics(test)
             by_epoch[epoch] = metrics["test/acc1"]
             # The log comes before the checkpoint: what is logged twice can be dropped on resuming, a gap not filled.
-            write_log(stats, metrics, epoch, log_writer, args, n_parameters=count_parameters(state))
+            write_log(stats, metrics, epoch, log_writer, args, n_parameters=parameters)
             report_epoch(stats, metrics, epoch, (time.monotonic() - start_time) / (epoch + 1 - start.epoch), args)
             saver.after_epoch(epoch, (epoch + 1) * steps_per_epoch)
     logger.info("training time %s", datetime.timedelta(seconds=int(time.monotonic() - start_time)))
-    return test, by_epoch
+    if test is None:  # the run was interrupted after its last epoch
+        test = evaluate(test_images, model, device, args, "test images")
+    write_results(report, test, {name: getattr(args, name) for name in SETTINGS}, by_epoch)
+
+
+def describe_run(parameters: int, data_loader: ImageLoader, start: Start, args: Namespace) -> None:
+    logger.info("%.1fM parameters to train, %s on %s", parameters / 1e6, args.precision, args.device)
+    batch = f"{args.batch_size} x {args.accum_iter}"
+    if get_world_size() > 1:
+        batch += f" on each of {get_world_size()} processes"
+    rates = f"learning rate {args.lr:.3g}, times {args.layer_decay:g} for each layer below the head"
+    logger.info("batch %s, %d iterations per epoch, %s", batch, len(data_loader), rates)
+    if start.epoch >= args.epochs:
+        logger.info("all %d epochs are trained: only the test is left", args.epochs)
 
 
 def accuracy_by_epoch(args: Namespace) -> dict[int, float]:
@@ -284,38 +272,14 @@ def accuracy_by_epoch(args: Namespace) -> dict[int, float]:
     return {line["epoch"]: line["test_acc1"] for line in read_log(path) if "test_acc1" in line}
 
 
-def main(args: Namespace) -> None:
-    check_args(args)
-    if args.eval:
-        test_again(args)
-        return
-    subject = open_subject(args, drop_path=args.drop_path)
-    check_data(subject, args)
-    settle(subject, args)
-    data_loader = build_finetune_loader(subject.datasets["train"].source, args)
-    steps_per_epoch = count_steps(data_loader, args)
-    state = build_classifier(subject, args)
-    start = start_finetuning(state, steps_per_epoch, args)
-    log_writer = prepare_output(args, start, steps_per_epoch, subject.classes)
-    report = Report(subject, PROTOCOL, log_writer)
-    describe_run(state, data_loader, start, args)
-
-    test, by_epoch = fit(subject, state, data_loader, start, log_writer, args)
-    if test is None:  # the run was interrupted after its last epoch
-        test = evaluate(subject.datasets["val"], state.model, subject.device, args, "test images")
-    settings = {name: getattr(args, name) for name in SETTINGS}
-    write_results(report, test, settings, by_epoch)
-
-
 def test_again(args: Namespace) -> None:
     """Test a fine-tuned checkpoint, whose own settings count."""
     settle_shared_args(args)
     device = init_distributed_mode(args)
     path = resolve_checkpoint(args.resume, "--resume")
     checkpoint = ckpt.load_checkpoint(path)
-    classifier = classifier_of(
-        checkpoint, str(path), model=args.model, input_size=args.input_size, in_chans=args.in_chans
-    )
+    shape = dict(model=args.model, input_size=args.input_size, in_chans=args.in_chans)
+    classifier = classifier_of(checkpoint, str(path), **shape)
     trained = ckpt.settings_of(checkpoint)
     args.global_pool, args.seed = "fc_norm.weight" in classifier.state_dict(), trained.get("seed", args.seed)
     subject = subject_of(classifier, path, device, args)
@@ -335,16 +299,9 @@ def write_results(report: Report, test: FeatureSet, settings: dict, by_epoch: di
     top5 = top_classes(test.features)[None]  # [1, N, 5]: of one run
     found = summary(top5, test.labels)
     say_if_few_classes(test.features.shape[1])
-    title = f"fine-tuning on {subject.data_name}, last epoch, seed {seed}"
-    show_table(title, ["Acc@1", "Acc@5"], [[shown(found, "acc1"), shown(found, "acc5")]])
-    for name in ("acc1", "acc5"):
-        report.scalar(name, found[name], subject.args.epochs)
-    details = {}
-    if by_epoch:
-        best = max(by_epoch, key=lambda epoch: by_epoch[epoch])
-        logger.info("(best epoch by test accuracy, for reference only: %d, with Acc@1 %.2f)", best + 1, by_epoch[best])
-        details["best_test_epoch"] = {"epoch": best, "acc1": by_epoch[best]}
-    report.write(Outcome(test, top5, [seed], settings, len(subject.datasets["train"]), details))
+    show_accuracies(f"fine-tuning on {subject.data_name}, last epoch, seed {seed}", found)
+    report.accuracies(found, subject.args.epochs)
+    report.write(Outcome(test, top5, [seed], settings, len(subject.datasets["train"]), best_epoch(by_epoch)))
 
 
 if __name__ == "__main__":

@@ -22,9 +22,7 @@ def get_args_parser() -> ArgumentParser:
     knn = parser.add_argument_group("nearest neighbours")
     knn.add_argument("--distance", default="euclidean", choices=["euclidean", "cosine"], help="between features")
     knn.add_argument("--k", type=count, nargs="+", help="numbers of voting neighbours; default: 1 5 10 20")
-    knn.add_argument(
-        "--block_mb", default=256, type=number(at_least=1), help="memory for a block of distances, in megabytes"
-    )
+    knn.add_argument("--block_mb", default=256, type=number(at_least=1), help="megabytes for a block of distances")
     knn.add_argument("--batch_size", default=256, type=count, help="images encoded at once, per process")
     add_evaluation_arguments(parser)
     return parser
@@ -39,7 +37,7 @@ from util.evaluation.metrics import summary
 from util.evaluation.neighbours import inverse_distance, nearest_neighbours, vote
 from util.evaluation.results import TOP, Outcome, Report
 from util.evaluation.subject import open_subject
-from util.evaluation.tables import show_table, shown
+from util.evaluation.tables import show_accuracies, show_table
 
 
 def numbers_of_neighbours(args: Namespace, num_train: int) -> list[int]:
@@ -55,14 +53,12 @@ def neighbour_votes(
     labels: torch.Tensor, distances: torch.Tensor, truth: torch.Tensor, ks: list[int], num_classes: int
 ) -> dict[str, dict[str, float]]:
     """Acc@1 in percent of majority and distance-weighted votes of the k nearest, given labels and distances [M, K]."""
-    votes = {}
+    votes = {str(k): {} for k in ks}
     for k in ks:
-        near, weights = labels[:, :k], inverse_distance(distances[:, :k])
-        ballots = {"majority": torch.ones_like(weights), "weighted": weights}
-        votes[str(k)] = {
-            name: 100 * (vote(near, ballot, num_classes) == truth).double().mean().item()
-            for name, ballot in ballots.items()
-        }
+        weights = inverse_distance(distances[:, :k])
+        for name, ballot in {"majority": torch.ones_like(weights), "weighted": weights}.items():
+            right = vote(labels[:, :k], ballot, num_classes) == truth
+            votes[str(k)][name] = 100 * right.double().mean().item()
     return votes
 
 
@@ -79,13 +75,7 @@ def evaluate(
     """Labels of the five nearest training images, int64 [1, N, 5] (-1 where there are fewer), and the votes."""
     most = max([*ks, min(TOP, len(train))])
     distances, index = nearest_neighbours(
-        train.features,
-        test.features,
-        most,
-        cosine=cosine,
-        device=device,
-        block_mb=block_mb,
-        header="nearest neighbours",
+        train.features, test.features, most, cosine=cosine, device=device, block_mb=block_mb, header="neighbours"
     )
     labels = train.labels[index]
     nearest = torch.nn.functional.pad(labels[:, :TOP], (0, max(TOP - most, 0)), value=-1)
@@ -109,22 +99,15 @@ def main(args: Namespace) -> None:
     )
 
     metrics = summary(top5, test.labels)
-    show_table(
-        f"nearest neighbour ({args.distance}) on {subject.data_name}",
-        ["Acc@1", "Acc@5"],
-        [[shown(metrics, "acc1"), shown(metrics, "acc5")]],
-    )
+    show_accuracies(f"nearest neighbour ({args.distance}) on {subject.data_name}", metrics)
     if len(subject.classes) < TOP:
-        logger.info(
-            "(Acc@5 looks at the labels of the five nearest images; there are %d classes)", len(subject.classes)
-        )
+        logger.info("(Acc@5 looks at the labels of the five nearest images; classes: %d)", len(subject.classes))
     show_table(
         "votes of the k nearest, Acc@1",
         ["k", "majority", "weighted"],
         [[k, f"{acc['majority']:.2f}", f"{acc['weighted']:.2f}"] for k, acc in votes.items()],
     )
-    report.scalar("acc1", metrics["acc1"], 0)
-    report.scalar("acc5", metrics["acc5"], 0)
+    report.accuracies(metrics, step=0)
     for k, acc in votes.items():
         for name, value in acc.items():
             report.scalar(name, value, int(k))

@@ -47,15 +47,8 @@ def get_args_parser() -> ArgumentParser:
     optim = parser.add_argument_group("optimization")
     optim.add_argument("--weight_decay", default=0, type=non_negative, help="of the head; upstream has none")
     optim.add_argument("--lr", type=positive, help="absolute learning rate; default: blr * batch / 256")
-    optim.add_argument(
-        "--blr", default=0.1, type=non_negative, help="base learning rate, per 256 images of a global batch"
-    )
-    optim.add_argument(
-        "--lr_grid",
-        type=positive,
-        nargs="+",
-        help="values of --blr to choose from, on held-out train images",
-    )
+    optim.add_argument("--blr", default=0.1, type=non_negative, help="learning rate per 256 images of a global batch")
+    optim.add_argument("--lr_grid", type=positive, nargs="+", help="values of --blr to choose from on held-out images")
     optim.add_argument("--min_lr", default=0.0, type=non_negative, help="lower bound of the cosine")
     optim.add_argument("--warmup_epochs", default=10, type=count_or_zero, help="epochs of linear warm-up")
 
@@ -86,13 +79,13 @@ from engine_probe import (
     train_one_epoch,
 )
 from util import checkpoint as ckpt
-from util.datasets import AugmentedDataset, EpochBatches, ImageLoader, probe_augmentation
+from util.datasets import build_train_loader, probe_augmentation
 from util.evaluation.features import FeatureSet
 from util.evaluation.metrics import accuracies, summary
-from util.evaluation.results import Outcome, Report, say_if_few_classes
+from util.evaluation.results import Outcome, Report, best_epoch, say_if_few_classes
 from util.evaluation.subject import Subject, open_subject
-from util.evaluation.tables import show_table, shown
-from util.misc import amp_dtype, generator, get_rank, get_world_size
+from util.evaluation.tables import show_accuracies, show_table
+from util.misc import amp_dtype, generator, get_world_size
 from util.training.resume import Unfinished
 
 
@@ -133,11 +126,8 @@ def build_batches(
         batches = CachedBatches(train, seeds, global_batch, device)
     else:
         source, (seed,) = subject.datasets["train"].source, seeds
-        dataset = AugmentedDataset(source, probe_augmentation(args), seed, args.max_bad_images)
         subset = None if train is None else train.indices.tolist()
-        order = EpochBatches(len(dataset), args.batch_size, seed, get_rank(), get_world_size(), subset)
-        pin_mem = args.pin_mem and device.type == "cuda"
-        loader = ImageLoader(dataset, order, num_workers=args.num_workers, pin_mem=pin_mem)
+        loader = build_train_loader(source, probe_augmentation(args), seed, args, subset)
         batches = EncodedBatches(subject.encoder, loader, device, amp_dtype(args.amp, device))
     if len(batches) < args.accum_iter:
         raise UserError(
@@ -173,19 +163,13 @@ def fit(
         if test is not None:
             acc1, _ = accuracies(predict(heads, test.features), test.labels)  # [R, G]
             curve.append(acc1[:, 0].tolist())
-        report_probe(epoch, losses, curve, args)
+        if not args.cache_features or (epoch + 1) % CACHED_REPORT == 0 or epoch + 1 == args.epochs:
+            loss = " ".join(f"{value:.4f}" for value in losses.nanmean(dim=0))  # for each learning rate
+            accuracy = f"  test Acc@1: {sum(curve[-1]) / len(curve[-1]):.2f}" if curve else ""
+            logger.info("epoch %d/%d  loss: %s%s", epoch + 1, args.epochs, loss, accuracy)
         state = {"heads": heads.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch, "curve": curve}
         unfinished.save(state)
     return Fit(seeds, heads, torch.tensor(curve), batches.num_samples)
-
-
-def report_probe(epoch: int, losses: torch.Tensor, curve: list[list[float]], args: Namespace) -> None:
-    if args.cache_features and (epoch + 1) % CACHED_REPORT and epoch + 1 < args.epochs:
-        return
-    test = f"  test Acc@1: {sum(curve[-1]) / len(curve[-1]):.2f}" if curve else ""
-    rates = losses.nanmean(dim=0).tolist()  # over runs, for each learning rate
-    shown_losses = " ".join(f"{loss:.4f}" for loss in rates)
-    logger.info("epoch %d/%d  loss: %s%s", epoch + 1, args.epochs, shown_losses, test)
 
 
 def choose_rate(
@@ -243,14 +227,6 @@ def train_probe(
     return fits
 
 
-def load_probe(path: str) -> dict:
-    """A finished probe: heads, seeds, and how they were trained."""
-    state = ckpt.load_checkpoint(path)
-    if "probe" not in state:
-        raise UserError(f"--resume {path} is not the .pth of a finished linear probe")
-    return state
-
-
 def restore_probe(state: dict, subject: Subject, path: str) -> list[Fit]:
     if state["classes"] != subject.classes:
         raise UserError(f"--resume {path} was trained for other classes than {subject.data_name} has")
@@ -264,26 +240,14 @@ def restore_probe(state: dict, subject: Subject, path: str) -> list[Fit]:
     return fits
 
 
-def save_probe(path: Path, fits: list[Fit], subject: Subject, protocol: str, settings: dict) -> None:
-    state = {
-        "probe": [[fit.seeds, fit.heads.state_dict()] for fit in fits],
-        "protocol": protocol,
-        "settings": settings,
-        "train_images": fits[0].train_images,
-        "classes": subject.classes,
-        "checkpoint_sha256": subject.checkpoint_sha256,
-    }
-    ckpt.save_checkpoint(path, state)
-
-
 def main(args: Namespace) -> None:
     check_args(args)
-    finished = load_probe(args.resume) if args.eval else None
+    finished = ckpt.load_checkpoint(args.resume) if args.eval else {}
+    if args.eval and "probe" not in finished:
+        raise UserError(f"--resume {args.resume} is not the .pth of a finished linear probe")
     subject = open_subject(args)
-    if args.nb_classes is not None and args.nb_classes < len(subject.classes):
-        raise UserError(f"--nb_classes {args.nb_classes} is less than the {len(subject.classes)} classes of the data")
-    protocol = "linprobe-cached" if args.cache_features else "linprobe"
-    report = Report(subject, finished["protocol"] if finished else protocol)
+    subject.check_outputs(args.nb_classes)
+    report = Report(subject, finished.get("protocol", "linprobe-cached" if args.cache_features else "linprobe"))
     seeds = [args.seed + i for i in range(args.runs)]
     # Cached features train all runs together; otherwise each augments and encodes its own images.
     groups = [seeds] if args.cache_features else [[seed] for seed in seeds]
@@ -303,7 +267,15 @@ def main(args: Namespace) -> None:
     seeds = [seed for fit in fits for seed in fit.seeds]
     path = report.write(Outcome(test, top5, seeds, settings, fits[0].train_images, details))
     if path and not finished:
-        save_probe(path.with_suffix(".pth"), fits, subject, protocol, settings)
+        state = {
+            "probe": [[fit.seeds, fit.heads.state_dict()] for fit in fits],
+            "protocol": report.protocol,
+            "settings": settings,
+            "train_images": fits[0].train_images,
+            "classes": subject.classes,
+            "checkpoint_sha256": subject.checkpoint_sha256,
+        }
+        ckpt.save_checkpoint(path.with_suffix(".pth"), state)
     for file in files.values():
         file.remove()
 
@@ -314,20 +286,15 @@ def show_results(
     """The last epoch is the result. The best epoch on the test images is for reference only, and returned as such."""
     metrics = summary(top5, test.labels)
     seeds = ", ".join(str(seed) for fit in fits for seed in fit.seeds)
-    say_if_few_classes(fits[0].heads.bias.shape[-1])
     title = f"linear probing on {subject.data_name}, last epoch, seeds {seeds}"
-    show_table(title, ["Acc@1", "Acc@5"], [[shown(metrics, "acc1"), shown(metrics, "acc5")]])
-    for name in ("acc1", "acc5"):
-        report.scalar(name, metrics[name], args.epochs)
+    say_if_few_classes(fits[0].heads.bias.shape[-1])
+    show_accuracies(title, metrics)
+    report.accuracies(metrics, args.epochs)
     curve = torch.cat([fit.curve for fit in fits], dim=1).mean(dim=1).tolist()  # [E], mean over runs
     by_epoch = dict(enumerate(curve, start=args.start_epoch))
     for epoch, acc1 in by_epoch.items():
         report.scalar("acc1_by_epoch", acc1, epoch)
-    if not by_epoch:
-        return {}
-    best = max(by_epoch, key=lambda epoch: by_epoch[epoch])
-    logger.info("(best epoch by test accuracy, for reference only: %d, with Acc@1 %.2f)", best + 1, by_epoch[best])
-    return {"best_test_epoch": {"epoch": best, "acc1": by_epoch[best]}}
+    return best_epoch(by_epoch)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ by a norm of its own, which no pretraining knows and which therefore starts as t
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import timm.models.vision_transformer
@@ -53,30 +54,6 @@ SIZES = {
 }
 
 
-def vit_base_patch16(**kwargs) -> VisionTransformer:
-    return _vit("vit_base_patch16", **kwargs)
-
-
-def vit_large_patch16(**kwargs) -> VisionTransformer:
-    return _vit("vit_large_patch16", **kwargs)
-
-
-def vit_huge_patch14(**kwargs) -> VisionTransformer:
-    return _vit("vit_huge_patch14", **kwargs)
-
-
-def vit_small_patch16(**kwargs) -> VisionTransformer:
-    return _vit("vit_small_patch16", **kwargs)
-
-
-def vit_tiny_patch16(**kwargs) -> VisionTransformer:
-    return _vit("vit_tiny_patch16", **kwargs)
-
-
-def vit_micro_patch4(**kwargs) -> VisionTransformer:
-    return _vit("vit_micro_patch4", **{"img_size": 32, **kwargs})
-
-
 def _vit(name: str, **kwargs) -> VisionTransformer:
     patch_size, embed_dim, depth, num_heads = SIZES[name]
     return VisionTransformer(
@@ -91,6 +68,12 @@ def _vit(name: str, **kwargs) -> VisionTransformer:
     )
 
 
+vit_base_patch16 = partial(_vit, "vit_base_patch16")
+vit_large_patch16 = partial(_vit, "vit_large_patch16")
+vit_huge_patch14 = partial(_vit, "vit_huge_patch14")
+vit_small_patch16 = partial(_vit, "vit_small_patch16")
+vit_tiny_patch16 = partial(_vit, "vit_tiny_patch16")
+vit_micro_patch4 = partial(_vit, "vit_micro_patch4", img_size=32)
 MODELS: dict[str, Callable[..., VisionTransformer]] = {name: globals()[name] for name in SIZES}
 
 
@@ -103,15 +86,13 @@ def load_encoder(
     model: str | None = None,
     input_size: tuple[int, int] | None = None,
     in_chans: int | None = None,
-    global_pool: bool = False,
     seed: int = 0,
-    drop_path: float = 0.0,
+    **options,
 ) -> VisionTransformer:
     """The frozen encoder of a checkpoint, in evaluation mode; what is None is read off the checkpoint.
 
     `path` is a file of this project or of upstream MAE, whole or encoder alone. None gives a random-weight baseline:
-    the weights from which a pretraining with `seed` starts. `drop_path` is for training: the rate at which the last
-    block's branches are left out; that of the others rises linearly up to it.
+    the weights from which a pretraining with `seed` starts. `options` are the pooling and drop path of `encoder_of`.
     """
     if model is not None and model not in MODELS:
         raise UserError(f"--model {model} is unknown; known are {', '.join(MODELS)}")
@@ -120,15 +101,7 @@ def load_encoder(
         checkpoint, source = {"model": weights, "args": {"input_size": input_size}}, "random weights"
     else:
         checkpoint, source = load_checkpoint(path), str(path)
-    return encoder_of(
-        checkpoint,
-        source,
-        model=model,
-        input_size=input_size,
-        in_chans=in_chans,
-        global_pool=global_pool,
-        drop_path=drop_path,
-    )
+    return encoder_of(checkpoint, source, model=model, input_size=input_size, in_chans=in_chans, **options)
 
 
 def encoder_of(
@@ -141,14 +114,24 @@ def encoder_of(
     global_pool: bool = False,
     drop_path: float = 0.0,
 ) -> VisionTransformer:
-    """As `load_encoder`, of a checkpoint that is in memory; `source` is its name in errors."""
+    """As `load_encoder`, of a checkpoint that is in memory; `source` is its name in errors.
+
+    `drop_path` is for training: the rate at which the last block's branches are left out, rising to it from 0.
+    """
     weights = encoder_weights(checkpoint, source)
     trained_size = size_of(checkpoint, weights)
     name = model or infer_model(weights, source)
     channels = weights["patch_embed.proj.weight"].shape[1]
     if in_chans not in (None, channels):
         raise UserError(f"--in_chans {in_chans}, but {source} was trained on images of {channels} channels")
-    encoder = build_encoder(name, input_size or trained_size, channels, global_pool, drop_path)
+    kwargs: dict = dict(in_chans=channels, global_pool=global_pool, drop_path_rate=drop_path)
+    try:
+        if size := input_size or trained_size:
+            kwargs["img_size"] = (size[0], size[1])
+            check_divisible(kwargs["img_size"], SIZES[name][0])
+        encoder = MODELS[name](num_classes=0, weight_init="skip", **kwargs)
+    except ValueError as error:
+        raise UserError(f"--model {name} with --input_size: {error}") from None
     fit_weights(encoder, weights, trained_size, source)
     return encoder.requires_grad_(False).eval()
 
@@ -163,20 +146,15 @@ def with_head(encoder: VisionTransformer, num_classes: int, seed: int = 0) -> Vi
     return encoder.requires_grad_(True)
 
 
-def classifier_of(
-    checkpoint: dict,
-    source: str,
-    *,
-    model: str | None = None,
-    input_size: tuple[int, int] | None = None,
-    in_chans: int | None = None,
-) -> VisionTransformer:
-    """The fine-tuned classifier in a checkpoint of this project or of upstream; its weights tell how it pools."""
+def classifier_of(checkpoint: dict, source: str, **shape) -> VisionTransformer:
+    """The fine-tuned classifier in a checkpoint of this project or of upstream; its weights tell how it pools.
+
+    `shape` is the model, image size and channels of `encoder_of`.
+    """
     weights = weights_of(checkpoint)
     if not isinstance(weights, dict) or "head.weight" not in weights:
         raise UserError(f"{source} has no head.weight: it is not the checkpoint of a fine-tuned classifier")
-    pooled = "fc_norm.weight" in weights
-    encoder = encoder_of(checkpoint, source, model=model, input_size=input_size, in_chans=in_chans, global_pool=pooled)
+    encoder = encoder_of(checkpoint, source, global_pool="fc_norm.weight" in weights, **shape)
     classifier = with_head(encoder, len(weights["head.weight"]))
     head = {key.removeprefix("head."): value for key, value in weights.items() if key.startswith("head.")}
     load_weights(classifier.head, head, source)
@@ -247,10 +225,8 @@ def infer_model(weights: dict[str, torch.Tensor], source: str) -> str:
     for name, size in SIZES.items():
         if size[:3] == (patch_size, width, depth):
             return name
-    raise UserError(
-        f"{source} holds a ViT of patch size {patch_size}, width {width} and depth {depth}, which is none of "
-        f"{', '.join(MODELS)}"
-    )
+    size = f"patch size {patch_size}, width {width} and depth {depth}"
+    raise UserError(f"{source} holds a ViT of {size}, which is none of {', '.join(MODELS)}")
 
 
 def size_of(checkpoint: dict, weights: dict[str, torch.Tensor]) -> tuple[int, int] | None:
@@ -265,19 +241,6 @@ def size_of(checkpoint: dict, weights: dict[str, torch.Tensor]) -> tuple[int, in
             return height, width
     side = round(num_patches**0.5)
     return (side * patch_size, side * patch_size) if side * side == num_patches else None
-
-
-def build_encoder(
-    name: str, size: tuple[int, int] | None, in_chans: int, global_pool: bool, drop_path: float = 0.0
-) -> VisionTransformer:
-    kwargs: dict = dict(in_chans=in_chans, global_pool=global_pool, drop_path_rate=drop_path)
-    try:
-        if size is not None:
-            kwargs["img_size"] = (size[0], size[1])
-            check_divisible(kwargs["img_size"], SIZES[name][0])
-        return MODELS[name](num_classes=0, weight_init="skip", **kwargs)
-    except ValueError as error:
-        raise UserError(f"--model {name} with --input_size: {error}") from None
 
 
 def fit_weights(

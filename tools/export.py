@@ -69,7 +69,7 @@ def export(path: Path, output: Path, args: Namespace) -> list[str]:
     model = model_of(checkpoint, str(path), args)
     metadata = describe(checkpoint, model)
     if args.results:
-        metadata |= accuracies(results_file(Path(args.results)), path)
+        metadata |= noted_accuracies(results_file(Path(args.results)), path)
     output.parent.mkdir(parents=True, exist_ok=True)
     return WRITERS[args.format](output, model, metadata)
 
@@ -154,7 +154,7 @@ def training(checkpoint: dict) -> dict[str, object]:
         "method": method(args),
         "epochs": epoch + 1 if isinstance(epoch := checkpoint.get("epoch"), int) else None,  # whole ones
         "planned_epochs": args.get("epochs"),
-        "data": data_name(args),
+        "data": trained_on(args),
         "images": images and int(images[1]),
         "mask_ratio": args.get("mask_ratio"),
         "norm_pix_loss": args.get("norm_pix_loss"),
@@ -175,7 +175,7 @@ def masking_name(masking: str) -> str:
     return f"{PurePath(path).name}:{name}" if path else name
 
 
-def data_name(args: dict) -> str | None:
+def trained_on(args: dict) -> str | None:
     """The set, or the folder's name; where that folder lies is nobody's business."""
     if args.get("data_set", "folder") != "folder":
         return args["data_set"]
@@ -186,7 +186,7 @@ def as_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def accuracies(path: Path, checkpoint: Path) -> dict[str, str]:
+def noted_accuracies(path: Path, checkpoint: Path) -> dict[str, str]:
     """What evaluations of this very file found: the last of each protocol, data set and pooling."""
     results, digest = read_results(path), file_hash(checkpoint)
     own = [result for result in results if result.checkpoint_sha256 == digest]

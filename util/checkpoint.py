@@ -19,8 +19,8 @@ import re
 import shutil
 import struct
 import zipfile
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -56,11 +56,9 @@ def lambda_cl_of(checkpoint: dict) -> float | None:
     """lambda_CL at the moment of a checkpoint, or None where masks do not follow it."""
     if "moment" in checkpoint:
         return checkpoint["moment"].get("lambda_cl")
-    return older_lambda_cl(checkpoint) if "cmm" in checkpoint else None
-
-
-def older_lambda_cl(checkpoint: dict) -> float:
-    """For checkpoints that do not store it, whose schedule was linear from 1."""
+    if "cmm" not in checkpoint:
+        return None
+    # Older checkpoints do not store it; their schedule was linear from 1.
     settings, step, log = settings_of(checkpoint), checkpoint["step"], checkpoint.get("log")
     if settings.get("no_curriculum"):
         return 0.0
@@ -78,19 +76,28 @@ def save_safetensors(path: Path, weights: dict[str, torch.Tensor], metadata: dic
     write_whole(path, lambda file: file.write(safetensors.torch.save(weights, metadata)))
 
 
-def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write so that `path` holds either its old content or all of the new one, whatever happens meanwhile."""
+@contextmanager
+def replaced(path: Path) -> Iterator[BinaryIO]:
+    """A file to write, so that `path` holds its old content or all of the new one, whatever happens meanwhile."""
     partial = path.with_name(path.name + ".partial")
+    partial.unlink(missing_ok=True)  # what a kill left may be a second name of a finished checkpoint
     try:
-        partial.unlink(missing_ok=True)  # what a kill left may be a second name of a finished checkpoint
         with open(partial, "wb") as file:
-            write(file)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         put_in_place(partial, path)
-    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+    except BaseException:
         with suppress(OSError):
             partial.unlink()
+        raise
+
+
+def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    try:
+        with replaced(path) as file:
+            write(file)
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
         reason = reason_of(error)
         raise UserError(f"cannot write the checkpoint {path} ({reason}); what was there before is untouched") from error
 
@@ -112,21 +119,16 @@ def link_checkpoint(existing: Path, path: Path) -> None:
     try:
         os.link(existing, partial)
     except OSError:
-        with open(existing, "rb") as source, open(partial, "wb") as file:
+        with open(existing, "rb") as source, replaced(path) as file:
             shutil.copyfileobj(source, file, 1 << 20)
-            file.flush()
-            os.fsync(file.fileno())
-    put_in_place(partial, path)
+    else:
+        put_in_place(partial, path)
 
 
 def write_text(path: Path, text: str) -> None:
     """All or nothing, as `save_checkpoint`."""
-    partial = path.with_name(path.name + ".partial")
-    with open(partial, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    put_in_place(partial, path)
+    with replaced(path) as file:
+        file.write(text.encode())
 
 
 def put_in_place(partial: Path, path: Path) -> None:

@@ -50,32 +50,21 @@ class Augmentation:
 
 def pretrain_augmentation(args: Namespace) -> Augmentation:
     """Upstream's for pretraining: a crop of 20 to 100 % of the area, and a flip."""
-    height, width = args.input_size
-    return Augmentation((height, width), MODES[args.in_chans], draw_crop, args.exact_decode)
+    return Augmentation(args.input_size, MODES[args.in_chans], draw_crop, args.exact_decode)
 
 
 def probe_augmentation(args: Namespace) -> Augmentation:
     """Upstream's for linear probing: a crop of 8 to 100 % of the area, and a flip."""
-    height, width = args.input_size
-    return Augmentation((height, width), MODES[args.in_chans], draw_crop_once, args.exact_decode)
+    return Augmentation(args.input_size, MODES[args.in_chans], draw_crop_once, args.exact_decode)
 
 
 def build_eval_transform(args: Namespace) -> v2.Transform:
     """Upstream's for evaluation: resize, then centre crop; up to 224 px the crop is 7/8 of the resized side."""
     side = max(args.input_size)
     resized = int(side * 256 / 224) if side <= 224 else side
-    return v2.Compose(
-        [
-            v2.Resize(resized, interpolation=InterpolationMode.BICUBIC),
-            v2.CenterCrop(args.input_size),
-            *to_normalised_tensor(args.in_chans),
-        ]
-    )
-
-
-def to_normalised_tensor(in_chans: int) -> list[v2.Transform]:
-    mean, std = pixel_statistics(in_chans)
-    return [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)]
+    crop = v2.Resize(resized, interpolation=InterpolationMode.BICUBIC), v2.CenterCrop(args.input_size)
+    to_float = v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(*pixel_statistics(args.in_chans))
+    return v2.Compose([*crop, *to_float])
 
 
 def normalise(imgs: torch.Tensor) -> torch.Tensor:
@@ -267,14 +256,22 @@ def collate_augmented(samples: Samples) -> Batch:
 
 
 def build_pretrain_loader(args: Namespace) -> ImageLoader:
-    source = build_source(args, "pretrain")
-    dataset = AugmentedDataset(source, pretrain_augmentation(args), args.seed, args.max_bad_images)
-    return ImageLoader(
-        dataset,
-        EpochBatches(len(dataset), args.batch_size, args.seed, get_rank(), get_world_size()),
-        num_workers=args.num_workers,
-        pin_mem=args.pin_mem and str(args.device).startswith("cuda"),
-    )
+    return build_train_loader(build_source(args, "pretrain"), pretrain_augmentation(args), args.seed, args)
+
+
+def build_train_loader(
+    source: Source,
+    augmentation: Augmentation,
+    seed: int,
+    args: Namespace,
+    subset: list[int] | None = None,
+    collate_fn: Callable[[Samples], Batch] | None = None,
+) -> ImageLoader:
+    """This process's share of every batch; `subset` as in `EpochBatches`, `collate_fn` as in `ImageLoader`."""
+    dataset = AugmentedDataset(source, augmentation, seed, args.max_bad_images)
+    batches = EpochBatches(len(dataset), args.batch_size, seed, get_rank(), get_world_size(), subset)
+    pin_mem = args.pin_mem and str(args.device).startswith("cuda")
+    return ImageLoader(dataset, batches, num_workers=args.num_workers, pin_mem=pin_mem, collate_fn=collate_fn)
 
 
 def count_steps(data_loader: ImageLoader, args: Namespace) -> int:

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from util.cli import STOP_SIGNALS, UserError, silence
 
 PATIENCE = datetime.timedelta(minutes=10)  # how long processes wait for one that does not answer
+_launcher: int | None = None  # torchrun's process, if it started this one
 
 
 def derive_seed(*keys: int | str) -> int:
@@ -74,7 +75,9 @@ def init_distributed_mode(args: argparse.Namespace) -> torch.device:
     args.world_size = int(os.environ.get("WORLD_SIZE", 1))
     if args.world_size == 1:
         return device
-    note_launcher()
+    # Joining the others needs torchrun, so the parent is still torchrun, not who inherits its children later.
+    global _launcher
+    _launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
     if "RANK" not in os.environ:
         raise UserError("WORLD_SIZE is set, but RANK is not: start several processes with torchrun")
     backend = "gloo"
@@ -87,16 +90,6 @@ def init_distributed_mode(args: argparse.Namespace) -> torch.device:
     if not is_main_process():
         silence()  # the first process speaks for all
     return device
-
-
-_launcher: int | None = None
-
-
-def note_launcher() -> None:
-    """Remember torchrun's process. Joining the others needs it, so whoever is the parent before that is torchrun, and
-    not yet who inherits the children of a torchrun that is gone."""
-    global _launcher
-    _launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
 def orphaned() -> bool:
@@ -190,11 +183,8 @@ def with_ddp(network: nn.Module) -> nn.Module:
     if get_world_size() == 1:
         return network
     device = next(network.parameters()).device
-    wrapped = DistributedDataParallel(
-        network,
-        device_ids=[device] if device.type == "cuda" else None,
-        gradient_as_bucket_view=True,
-    )
+    device_ids = [device] if device.type == "cuda" else None
+    wrapped = DistributedDataParallel(network, device_ids=device_ids, gradient_as_bucket_view=True)
     if device.type == "cpu":
         wrapped.register_comm_hook(None, mean_in_rank_order)
     return wrapped
@@ -306,10 +296,5 @@ def git_commit() -> str | None:
 
 
 def versions() -> dict[str, str]:
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "torchvision": torchvision.__version__,
-        "timm": timm.__version__,
-        "numpy": np.__version__,
-    }
+    libraries = {module.__name__: module.__version__ for module in (torch, torchvision, timm, np)}
+    return {"python": platform.python_version(), **libraries}

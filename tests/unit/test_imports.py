@@ -33,11 +33,6 @@ SHARED_NAMES = {
     *("build_tables", "gain_cells", "as_text", "as_markdown", "Table"),  # tables of another kind of results
     *("report", "table", "measure", "timed", "draw"),  # steps of a script that stands alone
 }
-# Names that still mean two things. This list may only shrink.
-HOMONYMS = {
-    *("report_epoch", "read_or_report", "versions", "Row", "compare", "accuracies", "Run", "data_folder", "data_name"),
-    *("describe", "numbers"),
-}
 
 
 def is_type_checking(node: ast.AST) -> bool:
@@ -150,6 +145,5 @@ def test_a_name_means_one_thing():
         for node in tree.body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 places[node.name].append(name)
-    allowed = SHARED_NAMES | HOMONYMS
-    wrong = {name: where for name, where in places.items() if len(where) > 1 and name not in allowed}
+    wrong = {name: where for name, where in places.items() if len(where) > 1 and name not in SHARED_NAMES}
     assert not wrong

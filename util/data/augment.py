@@ -18,8 +18,8 @@ from util.cli import UserError
 from util.crop import draw_crop
 from util.data.decode import MODES
 from util.data.sources import Source
-from util.datasets import Augmentation, AugmentedDataset, EpochBatches, ImageLoader, collate, pixel_statistics
-from util.misc import get_rank, get_world_size, seed_globals
+from util.datasets import Augmentation, ImageLoader, build_train_loader, collate, pixel_statistics
+from util.misc import seed_globals
 
 
 @dataclass(kw_only=True)
@@ -43,10 +43,10 @@ def finetune_augmentation(args: Namespace) -> StrongAugmentation:
     """Upstream's for fine-tuning, which is timm's, except that the crop is drawn before decoding, as elsewhere."""
     if args.in_chans == 4 and args.aa:
         raise UserError(f"--aa {args.aa} is for grey and colour images; add --aa '' with --in_chans 4")
-    (height, width), (mean, std) = args.input_size, pixel_statistics(args.in_chans)
+    mean, std = pixel_statistics(args.in_chans)
     try:
         steps = create_transform(
-            (height, width),
+            tuple(args.input_size),
             is_training=True,
             color_jitter=args.color_jitter,
             auto_augment=args.aa,
@@ -59,13 +59,13 @@ def finetune_augmentation(args: Namespace) -> StrongAugmentation:
             separate=True,
         )
     except (AssertionError, ValueError, LookupError) as error:  # raised by timm's policy parser
-        raise UserError(f"--aa {args.aa} is not a policy of timm's: {error}") from None
+        raise UserError(f"--aa {args.aa} is not a timm policy: {error}") from None
     _, distort, finish = cast(tuple[Compose, Compose, Compose], steps)
     for op in operations(distort):
         if op.name.startswith("Posterize"):
             op.aug_fn = partial(black_at_zero_bits, op.aug_fn)
     return StrongAugmentation(
-        size=(height, width),
+        size=args.input_size,
         mode=MODES[args.in_chans],
         draw=partial(draw_crop, scale=(0.08, 1.0)),
         exact=args.exact_decode,
@@ -88,11 +88,4 @@ def black_at_zero_bits(posterize: Callable[..., Image.Image], image: Image.Image
 
 def build_finetune_loader(source: Source, args: Namespace) -> ImageLoader:
     """Batches are float32 and normalised."""
-    dataset = AugmentedDataset(source, finetune_augmentation(args), args.seed, args.max_bad_images)
-    return ImageLoader(
-        dataset,
-        EpochBatches(len(dataset), args.batch_size, args.seed, get_rank(), get_world_size()),
-        num_workers=args.num_workers,
-        pin_mem=args.pin_mem and args.device.startswith("cuda"),
-        collate_fn=collate,
-    )
+    return build_train_loader(source, finetune_augmentation(args), args.seed, args, collate_fn=collate)

@@ -50,13 +50,9 @@ def to_mode(data: bytes | Image.Image, mode: str) -> Image.Image:
     """The image, given as such or as a file's content: upright, with 8 bits in each channel of `mode`."""
     image = open_image(data) if isinstance(data, bytes) else data
     image.load()  # Pillow turns a TIFF upright here, and drops the tag
-    exchange, mirror, flip = UPRIGHT[orientation_of(image)]
-    if exchange:
-        image = image.transpose(Image.Transpose.TRANSPOSE)
-    if mirror:
-        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    if flip:
-        image = image.transpose(Image.Transpose.FLIP_TOP_BOTTOM)
+    turns = (Image.Transpose.TRANSPOSE, Image.Transpose.FLIP_LEFT_RIGHT, Image.Transpose.FLIP_TOP_BOTTOM)
+    for turn, needed in zip(turns, UPRIGHT[orientation_of(image)], strict=True):
+        image = image.transpose(turn) if needed else image
     if image.mode.startswith("I"):  # 16-bit PNG and TIFF, which PIL would clip at 255
         image = Image.fromarray(np.rint(np.clip(np.asarray(image), 0, 65535) / 257).astype(np.uint8))
     return image.convert(mode)

@@ -1,6 +1,5 @@
 """Where images come from: class folders, torchvision's small sets, built-in shapes, or any `Source` of your own."""
 
-import errno
 import hashlib
 import os
 from argparse import Namespace
@@ -162,13 +161,19 @@ def folder_source(args: Namespace, split: str, chosen: list[str] | None) -> Imag
 
     The training images define the classes; a validation image of any other class is a mistake.
     """
-    data_path = data_folder(args)
+    data_path = data_root(args)
     train_root = split_folder(data_path, "train")
     root = train_root if split != "val" or args.split else split_folder(data_path, "val")
     if args.split and (held_out := find_split(data_path, "val")):
         raise UserError(f"--split divides a single folder of classes, but there is {held_out}")
     if not (available := class_folders(train_root)):
-        return flat_source(root, data_path, args)
+        if args.num_classes or args.class_list or args.split:
+            flags = "--num_classes, --class_list and --split"
+            raise UserError(f"{flags} need class folders, but {root} has none with images")
+        files = sorted(str(path) for path in root.iterdir() if path.suffix.lower() in IMG_EXTENSIONS)
+        if not files:
+            raise UserError(f"--data_path: no images in {root}, neither directly nor in class folders below it")
+        return relative_list([(path, 0) for path in files], [], data_path)
     classes = chosen or choose_classes(available, args)
     if root != train_root and not (chosen or args.num_classes or args.class_list):
         unknown = sorted(set(class_folders(root)) - set(classes))
@@ -182,28 +187,18 @@ def folder_source(args: Namespace, split: str, chosen: list[str] | None) -> Imag
     return relative_list(samples, classes, data_path)
 
 
-def flat_source(root: Path, data_path: Path, args: Namespace) -> ImageList:
-    if args.num_classes or args.class_list or args.split:
-        raise UserError(f"--num_classes, --class_list and --split need class folders, but {root} has none with images")
-    files = sorted(str(path) for path in root.iterdir() if path.suffix.lower() in IMG_EXTENSIONS)
-    if not files:
-        raise UserError(f"--data_path: no images in {root}, neither directly nor in class folders below it")
-    return relative_list([(path, 0) for path in files], [], data_path)
-
-
 def relative_list(samples: list[tuple[str, int]], classes: list[str], root: Path) -> ImageList:
     """With paths that start with `root`: cutting it off is enough, and relpath would take 8 s for ImageNet."""
     start = 0 if root == Path() else len(os.path.join(root, ""))
     return ImageList([(path[start:], label) for path, label in samples], classes, root)
 
 
-def data_folder(args: Namespace) -> Path:
+def data_root(args: Namespace) -> Path:
     path = Path(args.data_path or DEFAULT_DATA_PATH)
     if path.is_dir():
         return path
-    advice = ""
-    if path == Path(DEFAULT_DATA_PATH):
-        advice = f"; link your data there (ln -s /data/imagenet {DEFAULT_DATA_PATH}) or pass --data_path"
+    default = path == Path(DEFAULT_DATA_PATH)
+    advice = f"; link your data there (ln -s /data/imagenet {DEFAULT_DATA_PATH}) or pass --data_path" if default else ""
     raise UserError(f"--data_path {path} is not a folder{advice}")
 
 
@@ -245,18 +240,17 @@ def split_samples(
 
 def available_classes(args: Namespace) -> list[str]:
     """All class folders of the training images below `--data_path`."""
-    return class_folders(split_folder(data_folder(args), "train"))
+    return class_folders(split_folder(data_root(args), "train"))
 
 
 def class_folders(root: Path) -> list[str]:
     """Sorted names of the folders in `root` with an image at any depth."""
-    folders = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
-    return [name for name in folders if holds_image(root / name)]
 
+    def holds_image(folder: str) -> bool:
+        walk = os.walk(folder, followlinks=True)
+        return any(name.lower().endswith(IMG_EXTENSIONS) for _, _, names in walk for name in names)
 
-def holds_image(folder: Path) -> bool:
-    walk = os.walk(folder, followlinks=True)
-    return any(name.lower().endswith(IMG_EXTENSIONS) for _, _, names in walk for name in names)
+    return sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and holds_image(entry.path))
 
 
 def choose_classes(classes: list[str], args: Namespace) -> list[str]:
@@ -279,7 +273,7 @@ def read_class_list(path: str) -> list[str]:
     try:
         lines = Path(path).read_text().splitlines()
     except OSError as error:
-        raise UserError(f"--class_list {path}: {os.strerror(error.errno or errno.EIO)}") from None
+        raise UserError(f"--class_list {path}: {error.strerror}") from None
     wanted = sorted({line.strip() for line in lines if line.strip()})
     if not wanted:
         raise UserError(f"--class_list {path} names no class")

@@ -63,6 +63,15 @@ def say_if_few_classes(num_classes: int) -> None:
         logger.info("Acc@5 counts all %d classes, because there are fewer than five", num_classes)
 
 
+def best_epoch(by_epoch: dict[int, float]) -> dict:
+    """An entry of a result, for reference only, from the test Acc@1 by epoch: choosing an epoch needs other images."""
+    if not by_epoch:
+        return {}
+    best = max(by_epoch, key=lambda epoch: by_epoch[epoch])
+    logger.info("(best epoch by test accuracy, for reference only: %d, with Acc@1 %.2f)", best + 1, by_epoch[best])
+    return {"best_test_epoch": {"epoch": best, "acc1": by_epoch[best]}}
+
+
 @dataclass
 class Outcome:
     """What an evaluation found on the images of `test`."""
@@ -93,13 +102,16 @@ class Report:
             if args.log_dir and is_main_process() and log_writer is None:
                 self.log_writer = SummaryWriter(args.log_dir)
         except OSError as error:
-            raise UserError(
-                f"--output_dir or --log_dir cannot be written: {error.filename}: {error.strerror}"
-            ) from None
+            reason = f"{error.filename}: {error.strerror}"
+            raise UserError(f"--output_dir or --log_dir cannot be written: {reason}") from None
 
     def scalar(self, name: str, value: float, step: int) -> None:
         if self.log_writer:
             self.log_writer.add_scalar(f"{self.protocol}/{self.subject.data_name}/{name}", value, step)
+
+    def accuracies(self, metrics: dict[str, Any], step: int) -> None:
+        for name in ("acc1", "acc5"):
+            self.scalar(name, metrics[name], step)
 
     def write(self, outcome: Outcome) -> Path | None:
         """Saves the outcome and returns the path of the predictions, or None without a folder to write to."""
@@ -213,10 +225,8 @@ def read_run(name: str, path: Path) -> EvaluatedRun:
         found.setdefault((result.protocol, result.data), []).append(result)
     for same in found.values():
         if len(same) > 1:
-            last = same[-1]
-            logger.info(
-                "%s has %d results of %s; using the last (%s)", path, len(same), last.title, last.origin_of_weights
-            )
+            last = f"{same[-1].title}; using the last ({same[-1].origin_of_weights})"
+            logger.info("%s has %d results of %s", path, len(same), last)
     return EvaluatedRun(name, {key: same[-1] for key, same in found.items()})
 
 
@@ -300,8 +310,6 @@ def read_predictions(result: Result) -> Predictions:
     found = dict(zip(shots, correct.mean(axis=(2, 3)).T * 100, strict=True)) if images.size else {}
     for number, score in result.scores.items():
         if number not in found or np.abs(found[number] - score.acc).max() > ROUNDING:
-            raise UserError(
-                f"{path} does not belong to {result.title}: its accuracies are not those in {RESULTS}; "
-                "run the evaluation again"
-            )
+            wrong = f"does not belong to {result.title}: its accuracies are not those in {RESULTS}"
+            raise UserError(f"{path} {wrong}; run the evaluation again")
     return Predictions(path, images, labels, seeds, dict(zip(shots, correct.swapaxes(0, 1), strict=True)))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from models_vit import SIZES, VisionTransformer, infer_model, load_encoder, resolve_checkpoint
+from models_vit import VisionTransformer, infer_model, load_encoder, resolve_checkpoint
 from util.arguments import settle_shared_args
 from util.checkpoint import load_checkpoint
 from util.cli import UserError, file_name, logger
@@ -15,6 +15,8 @@ from util.data.sources import available_classes, image_names
 from util.datasets import ImageDataset, build_eval_dataset
 from util.evaluation.features import FeatureCache, FeatureSet, extract_features, file_hash
 from util.misc import amp_dtype, init_distributed_mode, precision
+
+SPLITS = {"train": "training", "val": "test"}
 
 
 @dataclass
@@ -63,6 +65,11 @@ class Subject:
         names += ("num_classes", "class_seed") if self.args.num_classes else ()
         names += ("class_list",) if self.args.class_list else ()
         return {name: getattr(self.args, name) for name in names}
+
+    def check_outputs(self, nb_classes: int | None) -> None:
+        """A head needs an output for each class; `--nb_classes` may ask for more."""
+        if nb_classes is not None and nb_classes < len(self.classes):
+            raise UserError(f"--nb_classes {nb_classes} is less than the {len(self.classes)} classes of the data")
 
     def fingerprint(self, split: str) -> str:
         return self.datasets[split].source.fingerprint()
@@ -123,7 +130,9 @@ def subject_of(encoder: VisionTransformer, checkpoint: Path | None, device: torc
     args.input_size = list(encoder.patch_embed.img_size)
     args.in_chans = encoder.patch_embed.proj.in_channels
     classes = classes_of_training(checkpoint, args)
-    datasets = {split: labelled(build_eval_dataset(args, split, classes), args) for split in ("train", "val")}
+    datasets = {split: build_eval_dataset(args, split, classes) for split in SPLITS}
+    if not all(dataset.source.classes for dataset in datasets.values()):
+        raise UserError(f"--data_path {args.data_path} has no class folders, but an evaluation needs labels")
     subject = Subject(
         args,
         encoder.to(device),
@@ -148,12 +157,8 @@ def classes_of_training(checkpoint: Path | None, args: Namespace) -> list[str] |
     if args.num_classes == 0:
         logger.info("all %d classes; %s was trained on %d of them", len(available), checkpoint, len(trained))
         return None
-    logger.info(
-        "only the %d of %d classes that %s was trained on; --num_classes 0 takes all",
-        len(trained),
-        len(available),
-        checkpoint,
-    )
+    number = f"{len(trained)} of {len(available)}"
+    logger.info("only the %s classes that %s was trained on; --num_classes 0 takes all", number, checkpoint)
     return sorted(trained)
 
 
@@ -165,23 +170,10 @@ def feature_folder(args: Namespace) -> Path | None:
     return Path(folder) if folder else None
 
 
-def labelled(dataset: ImageDataset, args: Namespace) -> ImageDataset:
-    if not dataset.source.classes:
-        raise UserError(f"--data_path {args.data_path} has no class folders, but an evaluation needs labels")
-    return dataset
-
-
 def log_subject(subject: Subject) -> None:
-    settings = subject.settings()
-    logger.info(
-        "%s (%s, width %d, %s) from %s",
-        settings["model"],
-        settings["pooling"],
-        SIZES[settings["model"]][1],
-        "x".join(map(str, settings["input_size"])) + " px",
-        subject.checkpoint or f"random weights, seed {subject.args.seed}",
-    )
-    train, test = (len(subject.datasets[split]) for split in ("train", "val"))
-    logger.info(
-        "%s: %d training and %d test images of %d classes", subject.data_name, train, test, len(subject.classes)
-    )
+    settings, origin = subject.settings(), subject.checkpoint or f"random weights, seed {subject.args.seed}"
+    size = "x".join(map(str, settings["input_size"]))
+    shape = f"{settings['pooling']}, width {subject.encoder.embed_dim}, {size} px"
+    logger.info("%s (%s) from %s", settings["model"], shape, origin)
+    images = " and ".join(f"{len(subject.datasets[split])} {name}" for split, name in SPLITS.items())
+    logger.info("%s: %s images of %d classes", subject.data_name, images, len(subject.classes))

@@ -142,6 +142,10 @@ def show_table(title: str, header: list[str], rows: list[list[str]]) -> None:
     logger.info("%s", as_text(table))
 
 
+def show_accuracies(title: str, metrics: dict[str, Any]) -> None:
+    show_table(title, ["Acc@1", "Acc@5"], [[shown(metrics, "acc1"), shown(metrics, "acc5")]])
+
+
 def shown(metrics: dict[str, Any], name: str) -> str:
     """71.25, or 71.25 ± 0.40 over several seeds."""
     deviation = metrics[f"{name}_std"]

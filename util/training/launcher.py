@@ -95,7 +95,11 @@ class ClusterJob:
     def __call__(self) -> None:
         environment = submitit.JobEnvironment()
         setup_logging(timestamps=True)
-        join_processes(environment)
+        if environment.num_tasks > 1:  # tell torch who the processes of this job are, as torchrun would
+            processes = submitit.helpers.TorchDistributedEnvironment()
+            # One that is set already is kept, for clusters whose node names do not lead to the right network.
+            processes.master_addr = os.environ.get("MASTER_ADDR", processes.master_addr)
+            processes.export(set_cuda_visible_devices=False, overwrite=True)
         try:
             importlib.import_module(self.program).main(self.own_args(environment.job_id))
             if dist.is_initialized():
@@ -119,15 +123,6 @@ class ClusterJob:
     def checkpoint(self) -> submitit.helpers.DelayedSubmission:
         """What submitit puts back into the queue."""
         return submitit.helpers.DelayedSubmission(self)
-
-
-def join_processes(environment: submitit.JobEnvironment) -> None:
-    """Tell torch who the processes of this job are, as torchrun would. A MASTER_ADDR that is set already is kept, for
-    clusters whose node names do not lead to the right network."""
-    if environment.num_tasks > 1:
-        processes = submitit.helpers.TorchDistributedEnvironment()
-        processes.master_addr = os.environ.get("MASTER_ADDR", processes.master_addr)
-        processes.export(set_cuda_visible_devices=False, overwrite=True)
 
 
 def requeue(environment: submitit.JobEnvironment, stop: Interrupted) -> None:
@@ -220,11 +215,8 @@ def build_executor(program: str, args: Namespace, after: str | None = None) -> s
     cpus = args.cpus_per_task or args.num_workers + 1
     constraint = "&".join(filter(None, [args.constraint, "volta32gb" if args.use_volta32 else None]))
     slurm = {
-        "partition": args.partition,
-        "account": args.account,
-        "qos": args.qos,
+        **{name: getattr(args, name) for name in ("partition", "account", "qos", "comment")},
         "constraint": constraint or None,
-        "comment": args.comment,
         "signal_delay_s": min(SIGNAL_DELAY, 60 * args.timeout // 4),
         # One process that fails ends them all, at once. And a step has to ask for its CPUs anew.
         "srun_args": ["--kill-on-bad-exit=1", f"--cpus-per-task={cpus}"],
