@@ -32,7 +32,7 @@ def _own_modules(*names: str) -> list:
         _sys.modules.update(theirs)
 
 
-_models_mae, _models_vit = _own_modules("models_mae", "models_vit")
+_models_mae, _models_vit, _masking, _ = _own_modules("models_mae", "models_vit", "masking", "models_cmm")
 
 
 def encoder(checkpoint: str, global_pool: bool = False, input_size: tuple[int, int] | None = None):
@@ -49,6 +49,14 @@ def encoder(checkpoint: str, global_pool: bool = False, input_size: tuple[int, i
 def mae(checkpoint: str):
     """The whole masked autoencoder of a checkpoint, ready to train: `loss, pred, mask = mae(imgs)`."""
     return _models_vit.load_mae(_models_vit.resolve_checkpoint(checkpoint, "checkpoint"))
+
+
+def masking_module(checkpoint: str):
+    """The trained masking module of a checkpoint, in evaluation mode: images [N, C, H, W] to a value per patch [N, L].
+
+    checkpoint   a file or folder of a run with learned masks, or what `tools.export --format masking` wrote
+    """
+    return _masking.load_module(_models_vit.resolve_checkpoint(checkpoint, "checkpoint"))
 
 
 def _entries(name: str) -> tuple:

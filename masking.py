@@ -16,12 +16,14 @@ Masks: 0 is keep, 1 is remove.
 
 import importlib.util
 import itertools
+import json
 from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,7 +43,9 @@ from models_cmm import (
     soft_kl_loss,
     with_balanced_gradient,
 )
-from models_mae import Autoencoder
+from models_mae import Autoencoder, build_mae, grid_size
+from models_vit import mae_of
+from util.checkpoint import load_checkpoint, load_weights, settings_of
 from util.cli import UserError
 from util.misc import derive_seed, gather_rows, get_world_size, without_ddp
 
@@ -459,6 +463,45 @@ class Masking:
             shape = tuple(chosen.shape) if isinstance(chosen, torch.Tensor) else type(chosen).__name__
             raise UserError(f"--masking {self.settings.masking} returned {shape}; a strategy returns {expected}")
         return {"visible": chosen} if chosen.dtype == torch.bool else {"noise": chosen.float()}
+
+
+def masking_of(checkpoint: dict, model: Autoencoder, source: str) -> Masking:
+    """The masks of a checkpoint's run, with the trained module of a learned strategy."""
+    settings = MaskSettings.of(settings_of(checkpoint))
+    masking = Masking(settings, grid_size(model))
+    if masking.learned is not None:
+        if "cmm" not in checkpoint:
+            raise UserError(f"{source} has no masking module, though it was trained with --masking {settings.masking}")
+        masking.module = masking.learned.build(model)
+        load_weights(masking.module, checkpoint["cmm"], source)
+    return masking
+
+
+def from_text(text: str) -> Any:
+    """An entry of a safetensors header: JSON, or text as it is."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def load_module(path: str | Path) -> nn.Module:
+    """The trained module of a learned strategy, in evaluation mode: a run's, or one that tools.export wrote alone."""
+    checkpoint = load_checkpoint(path)
+    if "metadata" not in checkpoint:
+        model = mae_of(checkpoint, str(path))
+    else:
+        told = checkpoint["metadata"]
+        if "masking" not in told:
+            raise UserError(f"{path} has no masking module; name the training's .pth, or an export of --format masking")
+        settings = {name: from_text(text) for name, text in told.items()}
+        with torch.device("meta"):  # the module takes after its sizes alone
+            model = build_mae(told["model"], img_size=tuple(settings["input_size"]), in_chans=settings["in_chans"])
+        checkpoint = {"cmm": checkpoint["model"], "args": settings}
+    module = masking_of(checkpoint, model, str(path)).module
+    if module is None:
+        raise UserError(f"{path} has no masking module: its masks were not learned")
+    return module.eval()
 
 
 def mask_health(mask: torch.Tensor, keep_prob: torch.Tensor | None = None) -> dict[str, torch.Tensor]:

@@ -5,6 +5,7 @@
     python -m tools.export runs/clmae --format hf --encoder_only                                  # for its ViTModel
     python -m tools.export runs/clmae --format upstream         # a .pth of facebookresearch/mae, as it publishes them
     python -m tools.export runs/clmae --format safetensors --results eval/clmae    # with a description of the training
+    python -m tools.export runs/clmae --format masking          # the trained masking module alone
 
 CHECKPOINT is a file of this project or of upstream MAE, whole or encoder alone, or a run's folder.
 """
@@ -13,34 +14,29 @@ import json
 import re
 import shutil
 from argparse import Namespace
+from dataclasses import asdict
 from pathlib import Path, PurePath
 
 import timm
 
+from masking import masking_of
+from models_cmm import MaskingViT
 from models_mae import MaskedAutoencoderViT
 from models_vit import SIZES, VisionTransformer, encoder_of, encoder_weights, infer_model, mae_of, resolve_checkpoint
 from tools.huggingface import Model, hf_config, hf_weights, image_size
-from util.checkpoint import (
-    SAFETENSORS,
-    args_in,
-    load_checkpoint,
-    put_in_place,
-    reason_of,
-    save_checkpoint,
-    save_safetensors,
-    write_text,
-)
+from util import checkpoint as ckpt
 from util.cli import ArgumentParser, UserError, logger, run
 from util.evaluation.features import file_hash
-from util.evaluation.results import Result, read_results, results_file
+from util.evaluation.results import read_results, results_file
 
-SUFFIXES = {"timm": SAFETENSORS, "hf": "", "upstream": ".pth", "safetensors": SAFETENSORS}  # "": a folder
+SUFFIXES = {"timm": ".safetensors", "hf": "", "upstream": ".pth", "safetensors": ".safetensors"}  # "": a folder
+SUFFIXES["masking"] = ".safetensors"
 
 
 def get_args_parser() -> ArgumentParser:
     parser = ArgumentParser("tools.export", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="of MAE or CL-MAE, or a run's folder")
-    parser.add_argument("--format", required=True, choices=SUFFIXES, help="who shall load it")
+    parser.add_argument("--format", required=True, choices=SUFFIXES, help="who loads it; masking: the module alone")
     parser.add_argument("--output", default=None, help="file or, for hf, folder; default: beside the checkpoint")
     parser.add_argument("--overwrite", action="store_true", help="replace what is there")
     parser.add_argument("--encoder_only", action="store_true", help="without the decoder; timm takes nothing else")
@@ -59,42 +55,38 @@ def main(args: Namespace) -> None:
         check_output(output, path, args)
         lines = export(path, output, args)
     except OSError as error:
-        raise UserError(f"--output {output} cannot be written: {reason_of(error)}") from None
+        raise UserError(f"--output {output} cannot be written: {ckpt.reason_of(error)}") from None
     logger.info("wrote %s; this loads it:\n%s", output, "\n".join(lines))
 
 
 def export(path: Path, output: Path, args: Namespace) -> list[str]:
-    """Write `output`; returns the lines of Python that load it."""
-    checkpoint = load_checkpoint(path)
+    """Write `output`; returns the three lines of Python that load it."""
+    checkpoint = ckpt.load_checkpoint(path)
     model = model_of(checkpoint, str(path), args)
     metadata = describe(checkpoint, model)
     if args.results:
         metadata |= noted_accuracies(results_file(Path(args.results)), path)
     output.parent.mkdir(parents=True, exist_ok=True)
+    if args.format == "masking" and isinstance(model, MaskedAutoencoderViT):
+        return write_masking(output, checkpoint, str(path), model, metadata)
     return WRITERS[args.format](output, model, metadata)
 
 
 def check_args(args: Namespace) -> None:
     args.encoder_only |= args.format == "timm"
     if args.global_pool and args.format != "timm":
-        raise UserError(
-            f"--global_pool is for --format timm; the weights of --format {args.format} serve any pooling, "
-            "which is chosen where they are loaded"
-        )
+        raise UserError("--global_pool is for --format timm; elsewhere, pooling is chosen where weights are loaded")
+    if args.encoder_only and args.format == "masking":
+        raise UserError("--encoder_only: --format masking writes the masking module; leave one of them out")
     if args.results and args.format == "upstream":
         raise UserError("--results: an upstream .pth has no place for accuracies; use --format safetensors")
 
 
 def default_output(path: Path, args: Namespace) -> Path:
     """Such as checkpoint-399-timm.safetensors, beside checkpoint-399.pth."""
-    parts = [path.stem]
-    if args.format != "safetensors":  # its suffix says it
-        parts.append(args.format)
-    if args.encoder_only and args.format != "timm":
-        parts.append("encoder")
-    if args.global_pool:
-        parts.append("global_pool")
-    return path.with_name("-".join(parts) + SUFFIXES[args.format])
+    parts = [path.stem, "" if args.format == "safetensors" else args.format]  # a suffix that says it is enough
+    parts += ["encoder" if args.encoder_only and args.format != "timm" else "", "global_pool" * args.global_pool]
+    return path.with_name("-".join(filter(None, parts)) + SUFFIXES[args.format])
 
 
 def check_output(output: Path, path: Path, args: Namespace) -> None:
@@ -104,13 +96,14 @@ def check_output(output: Path, path: Path, args: Namespace) -> None:
         raise UserError(f"--output {output}: for --format {args.format} the name must end in {suffix}")
     if output.parent.exists() and not output.parent.is_dir():
         raise UserError(f"--output {output}: {output.parent} is not a folder")
-    if output.exists() and output.is_dir() == bool(suffix):
-        kinds = ("a folder", "a file") if suffix else ("a file", "a folder")
-        raise UserError(f"--output {output} is {kinds[0]}, but --format {args.format} writes {kinds[1]}")
-    if output.exists() and path.exists() and output.samefile(path):
+    if not output.exists():
+        return
+    if output.is_dir() == bool(suffix):
+        there, written = ("a folder", "a file") if suffix else ("a file", "a folder")
+        raise UserError(f"--output {output} is {there}, but --format {args.format} writes {written}")
+    if path.exists() and output.samefile(path):
         raise UserError(f"--output {output} is the checkpoint itself; name another file")
-    in_the_way = any(output.iterdir()) if output.is_dir() else output.exists()
-    if in_the_way and not args.overwrite:
+    if not args.overwrite and (output.is_file() or any(output.iterdir())):
         raise UserError(f"{output} exists; add --overwrite to replace it, or name another --output")
 
 
@@ -118,7 +111,7 @@ def model_of(checkpoint: dict, source: str, args: Namespace) -> Model:
     encoder_weights(checkpoint, source)  # refuses what is no MAE at all
     if args.encoder_only:
         return encoder_of(checkpoint, source, global_pool=args.global_pool)
-    if "mask_token" not in checkpoint.get("model", checkpoint):
+    if "mask_token" not in ckpt.weights_of(checkpoint) and args.format != "masking":
         raise UserError(f"{source} has no decoder, which --format {args.format} includes; add --encoder_only")
     model = mae_of(checkpoint, source)
     height, width = image_size(model)
@@ -127,7 +120,7 @@ def model_of(checkpoint: dict, source: str, args: Namespace) -> Model:
             f"--format hf: ViTMAEForPreTraining takes square images only, and {source} was trained on {height}x{width} "
             "pixels; add --encoder_only, for ViTModel takes them"
         )
-    if args.format == "hf" and "norm_pix_loss" not in (checkpoint.get("args") or {}):
+    if args.format == "hf" and "norm_pix_loss" not in ckpt.settings_of(checkpoint):
         logger.warning("%s does not say whether it was trained with --norm_pix_loss; config.json says no", source)
     return model
 
@@ -136,29 +129,28 @@ def model_of(checkpoint: dict, source: str, args: Namespace) -> Model:
 
 
 def describe(checkpoint: dict, model: Model) -> dict[str, str]:
-    """The header of a safetensors file: text, or JSON where a value is none. What is not known has no entry."""
-    known = checkpoint.get("metadata") or training(checkpoint)
+    """The header of a safetensors file. What is not known has no entry. transformers needs its "format"."""
     whole = isinstance(model, MaskedAutoencoderViT)
-    own = {
-        "format": "pt",  # transformers refuses files that do not say so
-        "model": ("mae_" if whole else "") + name_of(model),
-        "input_size": list(image_size(model)),
-    }
-    return {name: as_text(value) for name, value in (known | own).items() if value is not None}
+    own = {"format": "pt", "model": ("mae_" if whole else "") + name_of(model), "input_size": list(image_size(model))}
+    return header((checkpoint.get("metadata") or training(checkpoint)) | own)
+
+
+def header(entries: dict) -> dict[str, str]:
+    """Text, or JSON where a value is none."""
+    known = {name: value for name, value in entries.items() if value is not None}
+    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in known.items()}
 
 
 def training(checkpoint: dict) -> dict[str, object]:
-    args = checkpoint.get("args") or {}
+    args, epoch = ckpt.settings_of(checkpoint), checkpoint.get("epoch")
     images = re.match(r"(\d+) images", args.get("data_identity") or "")
     return {
         "method": method(args),
-        "epochs": epoch + 1 if isinstance(epoch := checkpoint.get("epoch"), int) else None,  # whole ones
+        "epochs": epoch + 1 if isinstance(epoch, int) else None,  # whole ones
         "planned_epochs": args.get("epochs"),
         "data": trained_on(args),
         "images": images and int(images[1]),
-        "mask_ratio": args.get("mask_ratio"),
-        "norm_pix_loss": args.get("norm_pix_loss"),
-        "commit": args.get("commit"),
+        **{name: args.get(name) for name in ("mask_ratio", "norm_pix_loss", "commit")},
     }
 
 
@@ -182,44 +174,33 @@ def trained_on(args: dict) -> str | None:
     return PurePath(args.get("data_path") or "").name or None
 
 
-def as_text(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
 def noted_accuracies(path: Path, checkpoint: Path) -> dict[str, str]:
     """What evaluations of this very file found: the last of each protocol, data set and pooling."""
     results, digest = read_results(path), file_hash(checkpoint)
     own = [result for result in results if result.checkpoint_sha256 == digest]
-    if len(own) < len(results):
-        others = len(results) - len(own)
+    if others := len(results) - len(own):
         logger.warning("%s: %d of %d results are of other weights than %s", path, others, len(results), checkpoint)
     last = {(result.protocol, result.data, result.settings.get("pooling")): result for result in own}
-    found = [entry for result in last.values() for entry in accuracy_of(result)]
-    return {"accuracy": json.dumps(found)} if found else {}
-
-
-def accuracy_of(result: Result) -> list[dict]:
-    """One entry, or one for each number of shots."""
-    told = {"protocol": result.protocol, "data": result.data, "pooling": result.settings.get("pooling")}
-    return [
-        told
+    found = [
+        dict(zip(("protocol", "data", "pooling"), key, strict=True))
         | ({} if shots is None else {"shots": shots})
         | {"acc1": round(score.acc[0], 2), "acc5": round(score.acc[1], 2)}
+        for key, result in last.items()
         for shots, score in result.scores.items()
     ]
+    return {"accuracy": json.dumps(found)} if found else {}
 
 
 # --- The formats: each writes, and returns the three lines of Python that load what it wrote ---
 
 
 def write_timm(output: Path, model: VisionTransformer, metadata: dict[str, str]) -> list[str]:
-    save_safetensors(output, model.state_dict(), metadata)
+    ckpt.save_safetensors(output, model.state_dict(), metadata)
     name, kwargs = timm_model(model)
-    arguments = "".join(f", {key}={quoted(value)}" for key, value in kwargs.items())
     return [
         "import timm",
-        f"encoder = timm.create_model({quoted(name)}{arguments}, checkpoint_path={quoted(output)}).eval()",
-        f"features = encoder(imgs)  # {images_of(model)} to [N, {model.embed_dim}]",
+        f"encoder = timm.create_model({quoted(name)}, {arguments(kwargs | {'checkpoint_path': output})}).eval()",
+        f"features = encoder(imgs)  # {shapes(model)}",
     ]
 
 
@@ -230,91 +211,109 @@ def timm_model(model: VisionTransformer) -> tuple[str, dict]:
     if not timm.is_model(known):
         known = "vit_base_patch16_224"
         kwargs |= dict(zip(("patch_size", "embed_dim", "depth", "num_heads"), SIZES[own], strict=True))
-    height, width = image_size(model)
-    if (height, width) != (224, 224):
-        kwargs["img_size"] = height if height == width else (height, width)
-    if (in_chans := model.patch_embed.proj.in_channels) != 3:
-        kwargs["in_chans"] = in_chans
-    if model.global_pool == "avg":
-        kwargs["global_pool"] = "avg"
-    return known, kwargs
+    kwargs |= {} if image_size(model) == (224, 224) else {"img_size": sides(model)}
+    return known, kwargs | channels(model) | ({"global_pool": "avg"} if model.global_pool == "avg" else {})
 
 
 def write_upstream(output: Path, model: Model, metadata: dict[str, str]) -> list[str]:
     size = image_size(model)
     # Upstream knows square images only, and its released files hold weights alone. No weight tells another shape.
     args = {} if size[0] == size[1] else {"args": {"input_size": list(size)}}
-    save_checkpoint(output, {"model": model.state_dict()} | args)
-    whole = isinstance(model, MaskedAutoencoderViT)
-    module, variable = ("models_mae", "mae") if whole else ("models_vit", "encoder")
-    kwargs: dict[str, object] = {} if whole else {"num_classes": 0}
-    kwargs |= {"norm_pix_loss": True} if whole and model.norm_pix_loss else {}
-    kwargs["img_size"] = size[0] if size[0] == size[1] else size
-    kwargs |= {} if (in_chans := model.patch_embed.proj.in_channels) == 3 else {"in_chans": in_chans}
-    arguments = ", ".join(f"{key}={quoted(value)}" for key, value in kwargs.items())
+    ckpt.save_checkpoint(output, {"model": model.state_dict()} | args)
+    module, variable, kwargs = "models_vit", "encoder", {"num_classes": 0}
+    if isinstance(model, MaskedAutoencoderViT):
+        module, variable, kwargs = "models_mae", "mae", {"norm_pix_loss": True} if model.norm_pix_loss else {}
+    kwargs = kwargs | {"img_size": sides(model)} | channels(model)
     return [
         f"import torch, {module}",
-        f"{variable} = {module}.{metadata['model']}({arguments})",
+        f"{variable} = {module}.{metadata['model']}({arguments(kwargs)})",
         f'{variable}.load_state_dict(torch.load({quoted(output)}, weights_only=True)["model"])',
     ]
 
 
 def write_safetensors(output: Path, model: Model, metadata: dict[str, str]) -> list[str]:
-    save_safetensors(output, model.state_dict(), metadata)
+    ckpt.save_safetensors(output, model.state_dict(), metadata)
     if isinstance(model, MaskedAutoencoderViT):
-        return [
-            "from models_vit import load_mae",
-            f"mae = load_mae({quoted(output)})",
-            f"loss, pred, mask = mae(imgs)  # {images_of(model)}",
-        ]
-    return [
-        "from models_vit import load_encoder",
-        f"encoder = load_encoder({quoted(output)})",
-        f"features = encoder.forward_features(imgs)  # {images_of(model)} to [N, {model.embed_dim}]",
-    ]
+        load, use = "mae = load_mae", "loss, pred, mask = mae(imgs)"
+    else:
+        load, use = "encoder = load_encoder", "features = encoder.forward_features(imgs)"
+    return [f"from models_vit import {load.split()[-1]}", f"{load}({quoted(output)})", f"{use}  # {shapes(model)}"]
 
 
 def write_hf(output: Path, model: Model, metadata: dict[str, str]) -> list[str]:
-    weights = hf_weights(model)
-    config = json.dumps(hf_config(model, args_in(metadata).get("mask_ratio", 0.75)), indent=2) + "\n"
+    config = json.dumps(hf_config(model, ckpt.args_in(metadata).get("mask_ratio", 0.75)), indent=2) + "\n"
     partial = output.with_name(output.name + ".partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
-        save_safetensors(partial / "model.safetensors", weights, metadata)
-        write_text(partial / "config.json", config)
+        ckpt.save_safetensors(partial / "model.safetensors", hf_weights(model), metadata)
+        ckpt.write_text(partial / "config.json", config)
         if output.is_dir():  # its other files are not ours to remove
             for name in ("model.safetensors", "config.json"):
-                put_in_place(partial / name, output / name)
+                ckpt.put_in_place(partial / name, output / name)
         else:
-            put_in_place(partial, output)
+            ckpt.put_in_place(partial, output)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     if isinstance(model, MaskedAutoencoderViT):
-        return [
-            "from transformers import ViTMAEForPreTraining",
-            f"mae = ViTMAEForPreTraining.from_pretrained({quoted(output)})",
-            f"loss = mae(imgs).loss  # {images_of(model)}",
-        ]
+        load, more, use = "mae = ViTMAEForPreTraining", "", "loss = mae(imgs).loss"
+    else:
+        load, more = "encoder = ViTModel", ", add_pooling_layer=False"
+        use = "features = encoder(imgs).last_hidden_state[:, 0]"
     return [
-        "from transformers import ViTModel",
-        f"encoder = ViTModel.from_pretrained({quoted(output)}, add_pooling_layer=False)",
-        f"features = encoder(imgs).last_hidden_state[:, 0]  # {images_of(model)} to [N, {model.embed_dim}]",
+        f"from transformers import {load.split()[-1]}",
+        f"{load}.from_pretrained({quoted(output)}{more})",
+        f"{use}  # {shapes(model)}",
     ]
 
 
 WRITERS = {"timm": write_timm, "hf": write_hf, "upstream": write_upstream, "safetensors": write_safetensors}
 
 
-# --- Small things ---
+def write_masking(
+    output: Path, checkpoint: dict, source: str, model: MaskedAutoencoderViT, metadata: dict[str, str]
+) -> list[str]:
+    """The module of a learned strategy; the header has all that its masks depend on."""
+    masking = masking_of(checkpoint, model, source)
+    if masking.module is None:
+        raise UserError(f"--format masking: {source} has no masking module; its masks were not learned")
+    own = asdict(masking.settings) | {"masking": masking_name(masking.settings.masking)}
+    own |= {"patch_size": model.patch_embed.patch_size[0], "in_chans": model.in_chans}
+    own |= {"lambda_cl": ckpt.lambda_cl_of(checkpoint)}
+    if isinstance(masking.module, MaskingViT):  # the defaults are the strategy's
+        own |= {"cmm_depth": len(masking.module.blocks), "cmm_dim": masking.module.cls_token.shape[-1]}
+    ckpt.save_safetensors(output, masking.module.state_dict(), metadata | header(own))
+    return [
+        "from masking import load_module",
+        f"module = load_module({quoted(output)})",
+        f"values = module(imgs)  # {shapes(model)} to [N, {model.patch_embed.num_patches}]",
+    ]
+
+
+# --- Parts of the lines ---
 
 
 def name_of(model: Model) -> str:
     return infer_model(model.state_dict(), "the model")
 
 
-def images_of(model: Model) -> str:
-    return f"images [N, {model.patch_embed.proj.in_channels}, {', '.join(map(str, image_size(model)))}]"
+def sides(model: Model) -> int | tuple[int, int]:
+    height, width = image_size(model)
+    return height if height == width else (height, width)
+
+
+def channels(model: Model) -> dict[str, object]:
+    return {} if (in_chans := model.patch_embed.proj.in_channels) == 3 else {"in_chans": in_chans}
+
+
+def shapes(model: Model) -> str:
+    """Of images and, from an encoder, features."""
+    images = f"images [N, {model.patch_embed.proj.in_channels}, {', '.join(map(str, image_size(model)))}]"
+    return images if isinstance(model, MaskedAutoencoderViT) else f"{images} to [N, {model.embed_dim}]"
+
+
+def arguments(kwargs: dict) -> str:
+    return ", ".join(f"{name}={quoted(value)}" for name, value in kwargs.items())
 
 
 def quoted(value: object) -> str:

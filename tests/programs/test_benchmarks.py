@@ -1,11 +1,7 @@
 """The benchmarks run, and what they compute from measurements is right. No speed is tested."""
 
-import torch
-
-from benchmarks import bench_step, footprint
-from benchmarks.bench_probe import objective
+from benchmarks import bench_loader, bench_step
 from benchmarks.timing import alternate, ratio
-from engine_probe import fit_softmax
 
 
 def test_rounds_alternate_after_one_to_warm_up():
@@ -21,27 +17,19 @@ def test_ratios_are_of_the_same_round():
 
 
 def test_a_step_of_each_method_is_measured(program):
-    methods = ("MAE", "CL-MAE", "preset", bench_step.PLAIN)
-    flags = ("--rounds", 1, "--batch_size", 2, "--input_size", 16, "--profile", "--methods", *methods)
-    code, out, err = program(bench_step, *flags)
+    methods = ("MAE", "CL-MAE", "predictive", "preset")
+    flags = ("--rounds", 1, "--batch_size", 2, "--input_size", 16, "--methods", *methods)
+    code, out, err = program(bench_step, *flags, "--pretrain", "--select", "topk")
     assert (code, err) == (0, "")
-    for method in methods:
-        assert method in out
-    assert "soft pass, forward" in out
+    lines = {line.split()[0]: line.split() for line in out.splitlines()[4:]}
+    assert lines.keys() == set(methods)
+    flops = {method: float(line[-1]) for method, line in lines.items()}
+    assert flops["MAE"] == 1 < flops["predictive"] < flops["preset"] < flops["CL-MAE"]
 
 
-def test_footprint_of_a_model():
-    _, _, gflop, memory, activations = footprint.footprint("mae_vit_tiny_patch16")
-    for counts in (gflop, memory, activations):
-        mae, clmae = map(float, counts.split(" / "))
-        assert mae <= clmae
-
-
-def test_the_solver_ends_at_the_least_objective():
-    draw = torch.Generator().manual_seed(0)
-    x, labels = torch.randn(12, 5, generator=draw), torch.arange(12) % 3
-    heads = fit_softmax(x, labels, 3, 1.0, "cpu")
-    least = objective(heads, x, labels, 1.0)
-    for _ in range(5):
-        heads.weight.data += 0.01 * torch.randn(heads.weight.shape, generator=draw)
-        assert objective(heads, x, labels, 1.0) > least
+def test_loaders_are_measured_on_made_images(program):
+    flags = ("--images", 4, "--width", 48, "--height", 40, "--input_size", 32, "--batch_size", 2)
+    code, out, _ = program(bench_loader, *flags, "--rounds", 1, "--num_workers", 0, "--seconds", 0.01)
+    assert code == 0
+    for text in ("4 images, mean 48 x 40", "ours with --exact_decode", "mean difference", "loader processes"):
+        assert text in out

@@ -12,6 +12,7 @@ import torch
 import transformers
 from small_runs import SMALL
 
+import hubconf
 import main_knn
 import models_mae
 import models_vit
@@ -382,3 +383,42 @@ def test_a_full_disk_leaves_nothing_half_written(program, micro, tmp_path, monke
     assert code == 2
     assert "No space left on device" in err
     assert os.listdir(tmp_path) == [micro.path.name]
+
+
+# --- The masking module ---
+
+
+@pytest.mark.parametrize(
+    ("masking", "kind"), [("curriculum", "CurriculumMaskingModule"), ("predictive", "ErrorPredictor")]
+)
+def test_the_masking_module_is_exported_alone(cli, export, tmp_path, masking, kind):
+    run, imgs = tmp_path / "run", torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    assert cli(*SMALL, "--masking", masking, "--cmm_dim", 32, "--output_dir", run)[0] == 0
+    lines = export(run, "--format", "masking")
+    told = header(run / "checkpoint-1-masking.safetensors")
+    checkpoint = load_checkpoint(run / "checkpoint-1.pth")
+    sizes = {"cmm_depth": "1", "cmm_dim": "32", "input_size": "[16, 16]", "patch_size": "4", "mask_ratio": "0.75"}
+    assert {name: told[name] for name in sizes} == sizes
+    assert told["masking"] == masking
+    assert float(told["lambda_cl"]) == checkpoint["moment"]["lambda_cl"]
+    loaded = execute(lines, imgs)
+    weights = loaded["module"].state_dict()
+    assert all(torch.equal(weights[key], value) for key, value in checkpoint["cmm"].items())
+    for source in (run, run / "checkpoint-1-masking.safetensors"):
+        module = hubconf.masking_module(str(source))
+        assert type(module).__name__ == kind
+        assert not module.training
+        with torch.no_grad():
+            assert torch.equal(module(imgs), loaded["values"])
+
+
+def test_masks_that_are_not_learned_have_no_module(program, export, micro, tmp_path):
+    save(tmp_path / "random.pth", micro.model, masking="random")
+    code, _, err = program(tools.export, tmp_path / "random.pth", "--format", "masking")
+    assert code == 2
+    assert re.search(r"--format masking: .*random\.pth has no masking module", err)
+    export(tmp_path / "random.pth", "--format", "safetensors")
+    for name in ("random.pth", "random.safetensors"):
+        with pytest.raises(Exception, match=rf"{name} has no masking module") as raised:
+            hubconf.masking_module(str(tmp_path / name))
+        assert type(raised.value).__name__ == "UserError", "of a copy of our modules"

@@ -22,8 +22,8 @@ pooled = torch.hub.load(repo, "encoder", run, global_pool=True, source="local")
 mae = torch.hub.load(repo, "mae_vit_micro_patch4", run, source="local")
 new = torch.hub.load(repo, "vit_micro_patch4", num_classes=7, source="local")
 assert new(imgs).shape == (2, 7)
-import models_mae                           # not imported before: the caller's own, too
-assert util.MINE and models_vit.MINE and models_mae.MINE
+import models_mae, masking                  # not imported before: the caller's own, too
+assert util.MINE and models_vit.MINE and models_mae.MINE and masking.MINE
 assert sys.modules["util"] is util and sys.modules["models_vit"] is models_vit
 loss = mae(imgs, noise=torch.arange(128.0).view(2, 64))[0]
 torch.save([encoder.forward_features(imgs), pooled.forward_features(imgs), loss], "out.pth")
@@ -38,7 +38,7 @@ def test_hub_gives_the_encoder_to_a_program_with_modules_of_the_same_names(tmp_p
     save_checkpoint(run / "checkpoint-2.pth", {"model": model.state_dict()})
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    for name in ("util", "models_vit", "models_mae"):
+    for name in ("util", "models_vit", "models_mae", "masking"):
         (elsewhere / f"{name}.py").write_text("MINE = True\n")
     (elsewhere / "program.py").write_text(HUB)
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
@@ -53,7 +53,7 @@ def test_hub_gives_the_encoder_to_a_program_with_modules_of_the_same_names(tmp_p
 
 def test_hub_lists_documented_entries_and_nothing_else():
     entries = {name: value for name, value in vars(hubconf).items() if callable(value) and not name.startswith("_")}
-    assert entries.keys() == {"encoder", "mae", *SIZES, *(f"mae_{name}" for name in SIZES)}
+    assert entries.keys() == {"encoder", "mae", "masking_module", *SIZES, *(f"mae_{name}" for name in SIZES)}
     assert all(entry.__doc__ for entry in entries.values())
     with torch.device("meta"):
         assert hubconf.mae_vit_base_patch16().blocks[0].attn.num_heads == 12

@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from masking import Ask, Masking, MaskSettings
-from models_mae import MaskedAutoencoderViT, grid_size
+from masking import Ask, Masking, masking_of
+from models_mae import MaskedAutoencoderViT
 from models_vit import mae_of
 from util import checkpoint as ckpt
 from util.arguments import DEFAULT_DATA_PATH
@@ -93,18 +93,6 @@ def load_snapshot(path: Path, name: str, norm_pix_loss: bool = False, device: to
         masking.module.to(device).eval()
     epoch, weight = checkpoint.get("epoch"), ckpt.lambda_cl_of(checkpoint)
     return Snapshot(name, model.to(device).eval(), masking, settings, epoch, weight)
-
-
-def masking_of(checkpoint: dict, model: MaskedAutoencoderViT, source: str) -> Masking:
-    """The masks of a checkpoint's run, with the trained module of a learned strategy."""
-    settings = MaskSettings.of(ckpt.settings_of(checkpoint))
-    masking = Masking(settings, grid_size(model))
-    if masking.learned is not None:
-        if "cmm" not in checkpoint:
-            raise UserError(f"{source} has no masking module, though it was trained with --masking {settings.masking}")
-        masking.module = masking.learned.build(model)
-        ckpt.load_weights(masking.module, checkpoint["cmm"], source)
-    return masking
 
 
 def snapshots_of(path: Path) -> list[Path]:
