@@ -228,7 +228,9 @@ def check_args(args: Namespace) -> None:
 
 def settle_mask_args(args: Namespace) -> None:
     """The defaults of one masking strategy are not those of another."""
-    find_strategy(args.masking)
+    strategy = find_strategy(args.masking)
+    if args.cmm_depth is None:
+        args.cmm_depth = getattr(strategy, "depth", None)
     curriculum = args.masking == "curriculum"
     args.soft = args.soft or "tokens"
     consistent = curriculum and args.soft == "attention"
@@ -373,7 +375,6 @@ def departures_from_paper(args: Namespace) -> list[str]:
     """As "--flag value (the paper's)". The learning rate stands for batch and base rate; classes are counted."""
     settings = vars(args) | {"num_classes": len(args.classes), "lr": round(args.lr, 6)}
     reference = PAPER | (PAPER_MASKS if args.masking == "curriculum" else {"masking": "curriculum"})
-    settings["cmm_depth"] = args.cmm_depth or 5
     return [f"{name} {settings[name]} ({value})" for name, value in reference.items() if settings[name] != value]
 
 

@@ -262,6 +262,7 @@ class LearnedMasking(ABC):
     name: str
     value: str  # what the module's values are called in pictures
     probability: bool  # whether they are probabilities
+    depth: int  # blocks of the module, unless --cmm_depth says otherwise
 
     def __init__(self, settings: MaskSettings):
         self.settings = settings
@@ -295,7 +296,7 @@ Rows = slice | list[int]
 class CurriculumMasking(LearnedMasking):
     """CL-MAE (Madan et al., WACV 2024): the module outputs Z, the probability that a patch stays visible."""
 
-    name, value, probability = "curriculum", "Z", True
+    name, value, probability, depth = "curriculum", "Z", True, 5
 
     def __init__(self, settings: MaskSettings):
         super().__init__(settings)
@@ -310,7 +311,7 @@ class CurriculumMasking(LearnedMasking):
         }
 
     def build(self, mae: Autoencoder) -> nn.Module:
-        return build_cmm(mae, self.settings.cmm_depth or 5, self.settings.cmm_dim)
+        return build_cmm(mae, self.settings.cmm_depth or self.depth, self.settings.cmm_dim)
 
     def choose(self, ask: Ask, values: torch.Tensor) -> torch.Tensor:
         return -values if self.settings.select == "topk" else values >= 0.5
@@ -356,10 +357,10 @@ class PredictiveMasking(LearnedMasking):
     """The predictive curriculum: the module predicts each patch's error, and masks are drawn by it. A partner hides
     what is predicted easy, an adversary what is predicted hard; at lambda_CL = 0 masks are random."""
 
-    name, value, probability = "predictive", "predicted error", False
+    name, value, probability, depth = "predictive", "predicted error", False, 2
 
     def build(self, mae: Autoencoder) -> nn.Module:
-        return build_predictor(mae, self.settings.cmm_depth or 2, self.settings.cmm_dim)
+        return build_predictor(mae, self.settings.cmm_depth or self.depth, self.settings.cmm_dim)
 
     def choose(self, ask: Ask, values: torch.Tensor) -> torch.Tensor:
         colour = self.settings.mask_noise or "white"

@@ -131,14 +131,18 @@ def plan_run(variant: Variant, seed: int, recipe: Recipe, args: Namespace) -> Ru
 
 def run_name(base: list[str], own: list[str]) -> str:
     """The masking strategy, and the flags in which a run differs from its scale's others."""
-    before, after = vars(parse(base)), vars(parse([*base, *own]))
+    after = vars(parse([*base, *own]))
+    before = vars(parse([*base, "--masking", after["masking"]]))
     changed = [name for name in after if after[name] != before[name] and name != "masking"]
     parts = [after["masking"], *(name if after[name] is True else f"{name}={after[name]}" for name in changed)]
     return re.sub(r"[^\w.=+-]+", "_", "-".join(parts))
 
 
 def parse(flags: list[str]) -> Namespace:
-    return main_pretrain.get_args_parser().parse_args(flags)
+    """With the defaults that depend on other flags."""
+    args = main_pretrain.get_args_parser().parse_args(flags)
+    main_pretrain.settle_mask_args(args)
+    return args
 
 
 def data_name(args: Namespace) -> str:

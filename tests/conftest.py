@@ -98,11 +98,11 @@ def shapes() -> tuple[torch.Tensor, torch.Tensor]:
 def program(monkeypatch, capsys):
     """Runs a main_*.py module in this process; returns (exit code, standard output, standard error)."""
 
-    def call(module: ModuleType, *flags):
+    def call(module: ModuleType, *flags, timestamps: bool = False):
         monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *map(str, flags)])
         code = 0
         try:
-            run(module.main, module.get_args_parser())
+            run(module.main, module.get_args_parser(), timestamps)
         except SystemExit as stop:
             code = stop.code
         captured = capsys.readouterr()

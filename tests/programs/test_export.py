@@ -268,7 +268,7 @@ def test_what_is_not_known_has_no_entry(export, micro, tmp_path):
 
 
 def test_folders_are_named_not_located():
-    name = tools.export.data_name
+    name = tools.export.trained_on
     assert name({"data_set": "folder", "data_path": "/somewhere/secret/imagenet/"}) == "imagenet"
     assert name({"data_path": "/data/imagenet"}) == "imagenet", "upstream's flags"
     assert name({"data_path": "."}) is None

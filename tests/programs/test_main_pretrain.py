@@ -105,7 +105,7 @@ def test_a_run_leaves_checkpoints_a_log_and_tensorboard(cli, tmp_path):
 
 
 def test_a_log_file_has_the_time_and_a_line_for_each_epoch(cli, tmp_path):
-    code, out, _ = cli(*SMALL, "--output_dir", tmp_path, "--shapes_images", 21, "--batch_size", 1)
+    code, out, _ = cli(*SMALL, "--output_dir", tmp_path, "--shapes_images", 21, "--batch_size", 1, timestamps=True)
     assert code == 0
     lines = out.splitlines()
     assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  \S", line) for line in lines), out

@@ -188,7 +188,7 @@ def test_checkpoints_are_evenly_spread():
 
 def test_several_runs_and_names(draw, runs, monkeypatch):
     seen = []
-    monkeypatch.setitem(main_visualize.GRIDS, "masks", lambda blocks: seen.extend(blocks) or masks_figure(blocks))
+    monkeypatch.setitem(main_visualize.GRIDS, "masks", (8, lambda blocks: seen.extend(blocks) or masks_figure(blocks)))
     code, _, _, _ = draw(runs / "random", runs / "curriculum", *DATA, "--blocks", 2, "--num_images", 3)
     assert code == 0
     assert [block.title.split(",")[0] for block in seen] == ["random", "random", "curriculum", "curriculum"]
