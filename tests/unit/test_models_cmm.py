@@ -20,6 +20,7 @@ from models_cmm import (
     position_loss,
     prediction_loss,
     soft_kl_loss,
+    with_balanced_gradient,
 )
 from models_mae import MaskedAutoencoderViT, build_mae
 
@@ -77,6 +78,13 @@ def test_hidden_curriculum_loss_counts_hidden_patches_alone():
     hidden_curriculum_loss(z, z**2).backward()
     # Two tokens, so twice the mean of z^2: the derivative by each is that of z^2
     assert torch.allclose(z.grad, torch.tensor([[0.5, 0.5]]))
+
+
+def test_a_balanced_gradient_changes_no_value_and_sums_to_zero_over_each_image():
+    z, slope = torch.rand(3, 16), torch.randn(3, 16)
+    assert torch.equal(with_balanced_gradient(z), z)
+    _, grad = gradient(lambda keep_prob: (with_balanced_gradient(keep_prob) * slope).sum(), z)
+    assert torch.allclose(grad, slope - slope.mean(dim=1, keepdim=True), atol=1e-6)
 
 
 def test_gaussian_loss():
