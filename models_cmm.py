@@ -194,7 +194,7 @@ def kl_loss(keep_prob: torch.Tensor, mask_ratio: float) -> torch.Tensor:
 
 def soft_kl_loss(keep_prob: torch.Tensor, mask_ratio: float) -> torch.Tensor:
     """The released code's ratio loss, as a control: divergence of the soft visible fraction, summed over the batch."""
-    visible, target = keep_prob.mean(dim=1), 1 - mask_ratio
+    visible, target = clamp_value(keep_prob.mean(dim=1), 1e-6, 1 - 1e-6), 1 - mask_ratio  # finite where all are 0 or 1
     return (visible * torch.log(visible / target) + (1 - visible) * torch.log((1 - visible) / mask_ratio)).sum()
 
 
