@@ -135,7 +135,7 @@ def test_a_signal_saves_and_ends_with_a_code_of_its_own(background, tmp_path, la
     program = (ROOT / "main_pretrain.py", *SMALL, "--output_dir", tmp_path / "out")
     command = [sys.executable, *map(str, program)] if launcher == "python" else torchrun(2, *program)
     process, said = background(command)
-    wait_for("epoch 1/50 [", said, process)
+    wait_for("epoch 1/50 done", said, process)
     (os.killpg if launcher == "python" else os.kill)(process.pid, signal.SIGTERM)
     code = process.wait(timeout=30)
     assert code == (Interrupted.exit_code if launcher == "python" else 1), said.read_text()
