@@ -39,9 +39,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "slurm" in item.fixturenames:
             item.add_marker(pytest.mark.cluster)
-        for name in ("slurm", "worlds", "two_processes"):
-            if name in item.fixturenames:
-                item.add_marker(pytest.mark.xdist_group(name))
+        # One group each: two clusters at once would give their first jobs the same port to meet at.
+        if group := next((name for name in ("slurm", "worlds", "two_processes") if name in item.fixturenames), None):
+            item.add_marker(pytest.mark.xdist_group(group))
     items.sort(key=lambda item: next((at for at, name in enumerate(MARKERS) if item.get_closest_marker(name)), 2))
 
 
