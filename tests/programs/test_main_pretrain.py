@@ -30,7 +30,7 @@ def test_every_upstream_flag_with_its_default(upstream_flags):
     assert (args.blr, args.norm_pix_loss) == (1.5e-4, True), "the published command's, not the code's"
     assert not get_args_parser().parse_args(["--no_norm_pix_loss"]).norm_pix_loss
     new = {
-        **dict(masking="curriculum", select="threshold", lambda_gauss=10, lambda_kl=1, lambda_div=2, cmm_depth=None),
+        **dict(masking="curriculum", select="threshold", lambda_gauss=10, lambda_kl=1, lambda_div=2, cmm_depth=5),
         **dict(lambda_cl_start=1, lambda_cl_end=-0.1, no_curriculum=False, soft="tokens", lambda_pos=0),
         **dict(cmm_blr=None, cmm_schedule="constant", amp="auto"),
         **dict(clip_grad=None, compile=False, in_chans=3, data_set="folder", max_bad_images=100),
