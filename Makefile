@@ -1,4 +1,4 @@
-# make demo   set up and pretrain MAE and CL-MAE on built-in images (a few minutes on 2 cores)
+# make demo   set up; pretrain, evaluate and compare three kinds of masks on built-in images (minutes on 2 cores)
 # make test   set up, lint, and run all tests; make test-fast: only those that take seconds
 # The environment in .venv is built from the requirements files and rebuilt only when they change.
 
