@@ -8,9 +8,10 @@ import re
 import struct
 import sys
 import termios
+from contextlib import suppress
 
 import pytest
-from processes import ROOT, run_to_end
+from processes import ROOT, run_to_end, wait_until
 
 from util.cli import Progress, logger
 
@@ -40,6 +41,13 @@ def test_a_bar_of_100_columns_shows_rate_loss_and_time_left(monkeypatch):
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
     os.set_blocking(ours, False)
+    written = bytearray()
+
+    def read() -> str:
+        with suppress(BlockingIOError):
+            written.extend(os.read(ours, 1 << 16))
+        return written.decode(errors="ignore")
+
     logger.setLevel(logging.INFO)
     with open(theirs, "w", encoding="utf-8") as terminal, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", terminal)
@@ -49,7 +57,8 @@ def test_a_bar_of_100_columns_shows_rate_loss_and_time_left(monkeypatch):
             progress.advance()
         values = {"loss": 0.43210, "cmm/loss": 12.345, "lambda_cl": 0.62, "mask/visible": 0.25, "images/s": 1234.5}
         progress.report(values)
-        shown = os.read(ours, 1 << 16).decode().rsplit("\r", 1)[-1]
+        wait_until(lambda: "images/s=1234" in read(), seconds=10)  # the kernel hands it over in its own time
+        shown = written.decode().rsplit("\r", 1)[-1]
         progress.close()
     os.close(ours)
     assert re.match(r"epoch 137/400  50%\|.{20}\| 2502/5004  \d\d:\d\d left, loss=0.4321, images/s=1234$", shown), shown

@@ -59,6 +59,7 @@ def append(path: Path, text: str) -> None:
     path.write_text(path.read_text() + text)
 
 
+@pytest.mark.slow
 def test_report_on_this_project(tree, tmp_path):
     before = {path: path.stat().st_mtime_ns for path in tree.rglob("*")}
     command = [sys.executable, "-m", "tools.diff_upstream", str(tree), "--markdown", str(tmp_path / "report.md")]

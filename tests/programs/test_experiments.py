@@ -180,6 +180,7 @@ def results(folder: Path, protocol: str) -> list[dict]:
     return [line for line in lines if line["protocol"] == protocol]
 
 
+@pytest.mark.slow
 def test_a_recipe_is_run_evaluated_and_shown(call, tmp_path):
     """Then a second call finds everything done, one run that fails stops no other, and other settings are refused."""
     flags = ("main_results", "--seeds", 0, 1, "--jobs", 2)
@@ -236,6 +237,7 @@ def test_a_dry_run_shows_commands_and_leaves_nothing(call, tmp_path):
     assert "not finished: MAE (seed 0), " in out
 
 
+@pytest.mark.slow
 def test_a_stopped_queue_leaves_no_process_and_resumes(background, tmp_path):
     flags = ["--epochs", "3", "--shapes_images", "960", "--batch_size", "16", "--input_size", "16", "--cmm_depth", "1"]
     command = [sys.executable, "-m", "experiments.run", "masks_curriculum", "--data_set", "shapes"]
