@@ -39,7 +39,6 @@ import numpy as np
 import torch
 
 from masking import hashed_uniform, mask_health
-from models_mae import MaskedAutoencoderViT
 from util.checkpoint import write_text
 from util.data.sources import ImageList
 from util.evaluation.forensics import BLOCK, difficulty, edge_contrast, edge_scores, mirror_correlation, verdicts
@@ -161,7 +160,6 @@ def load_judge(args: Namespace) -> Snapshot | None:
     judge = load_snapshot(checkpoints_by_run(Namespace(names=["judge"], runs=[args.judge]))["judge"][-1], "judge")
     if judge.masking.learned is not None:
         raise UserError(f"--judge {path} was trained with a masking module; give a run of --masking random")
-    assert isinstance(judge.model, MaskedAutoencoderViT)
     return judge
 
 

@@ -49,8 +49,6 @@ from util.checkpoint import load_checkpoint, load_weights, settings_of
 from util.cli import UserError
 from util.misc import derive_seed, gather_rows, get_world_size, without_ddp
 
-SELECT = ("threshold", "topk")
-COLOURS = ("white", "red", "green", "blue", "curriculum")
 RED, GREEN, BLUE = 1.0, 0.7, 0.5  # widths of the filters, in patches
 
 

@@ -70,12 +70,13 @@ class Snapshot:
     @torch.no_grad()
     def hidden_share(self, imgs: torch.Tensor, draws: int = 64) -> torch.Tensor:
         """How often each patch [N, L] is hidden, over masks drawn with as many seeds."""
-        return torch.stack([self.mask_alone(imgs, seed) for seed in range(draws)]).mean(dim=0)
+        values = self.masking.values(imgs)
+        return torch.stack([self.mask_alone(imgs, values, seed) for seed in range(draws)]).mean(dim=0)
 
-    def mask_alone(self, imgs: torch.Tensor, seed: int) -> torch.Tensor:
+    def mask_alone(self, imgs: torch.Tensor, values: torch.Tensor | None, seed: int) -> torch.Tensor:
         """The mask [N, L] without a reconstruction."""
         ask = self.ask(imgs, seed)
-        chosen = self.masking.choose(ask, self.masking.values(imgs))
+        chosen = self.masking.choose(ask, values)
         if "visible" in chosen:
             return (~chosen["visible"]).float()
         kept = int(ask.num_patches * (1 - ask.mask_ratio))
