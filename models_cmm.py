@@ -244,28 +244,33 @@ def clamp_value(x: torch.Tensor, minimum: float, maximum: float | None = None) -
     return x + (x.clamp(min=minimum, max=maximum) - x).detach()
 
 
-def diversity_loss(keep_prob: torch.Tensor) -> torch.Tensor:
+def diversity_loss(keep_prob: torch.Tensor, own: slice = slice(None)) -> torch.Tensor:
     """Eq. 6: mean over all pairs of different images of exp(-||Z_i - Z_j||^2); 0 for a batch of one."""
-    return mean_over_pairs(torch.exp(-pairwise_squared_distances(keep_prob)))
+    return mean_over_pairs(lambda squares: torch.exp(-squares), keep_prob, own)
 
 
-def distance_diversity_loss(keep_prob: torch.Tensor) -> torch.Tensor:
+def distance_diversity_loss(keep_prob: torch.Tensor, own: slice = slice(None)) -> torch.Tensor:
     """The released code's diversity, as a control: exp(-0.1 ||Z_i - Z_j||), which does not saturate."""
-    return mean_over_pairs(torch.exp(-0.1 * (pairwise_squared_distances(keep_prob) + 1e-12).sqrt()))
+    return mean_over_pairs(lambda squares: torch.exp(-0.1 * (squares + 1e-12).sqrt()), keep_prob, own)
 
 
-def pairwise_squared_distances(keep_prob: torch.Tensor) -> torch.Tensor:
-    """Between all pairs of rows of Z [N, L]: [N, N]."""
-    centred = keep_prob - 0.5  # shorter vectors lose less to rounding in the product; distances are the same
-    norms = centred.square().sum(dim=1)
-    return (norms[:, None] + norms[None, :] - 2 * centred @ centred.T).clamp(min=0)
+def mean_over_pairs(
+    similarity: Callable[[torch.Tensor], torch.Tensor], keep_prob: torch.Tensor, own: slice
+) -> torch.Tensor:
+    """Mean, over all pairs of different rows of Z [N, L], of a function of their squared distances.
 
-
-def mean_over_pairs(similarity: torch.Tensor) -> torch.Tensor:
-    """Mean of [N, N] off the diagonal."""
-    n = len(similarity)
-    off_diagonal = ~torch.eye(n, dtype=torch.bool, device=similarity.device)
-    return (similarity * off_diagonal).sum() / max(n * (n - 1), 1)
+    Of several processes, each computes its `own` rows against all. The mean of their values is that of all pairs, and
+    each has the gradient of that mean with respect to its own rows.
+    """
+    everyone = keep_prob - 0.5  # shorter vectors lose less to rounding in the product; distances are the same
+    mine, everyone = everyone[own], everyone.detach()
+    squares = mine.square().sum(dim=1)[:, None] + everyone.square().sum(dim=1) - 2 * mine @ everyone.T  # [own, N]
+    squares = squares.clamp(min=0)
+    squares.diagonal(own.start or 0).fill_(torch.inf)  # nobody is similar to itself
+    mean = similarity(squares).sum() / max(len(mine) * (len(everyone) - 1), 1)
+    # Among all pairs a row meets every other one twice, here once; and these pairs are a share of all.
+    scale = 2 * len(mine) / len(everyone)
+    return mean.detach() + scale * (mean - mean.detach())
 
 
 def prediction_loss(score: torch.Tensor, error: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

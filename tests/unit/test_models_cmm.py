@@ -195,6 +195,26 @@ def test_distance_diversity_loss():
     assert torch.allclose(grad[2], expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("loss", [diversity_loss, distance_diversity_loss])
+def test_diversity_of_each_process_is_a_share_of_all(loss):
+    """The mean of the values is that of all pairs; each process has the gradient of its own rows."""
+    z = torch.rand(12, 16)
+    whole, grad = gradient(loss, z)
+    shares = [slice(start, start + 3) for start in range(0, 12, 3)]
+    values, grads = zip(*(gradient(loss, z, own) for own in shares), strict=True)
+    assert sum(values) / 4 == pytest.approx(whole, rel=1e-5)
+    assert grad.abs().max() > 1e-5
+    for own, found in zip(shares, grads, strict=True):
+        assert torch.allclose(found[own], grad[own], rtol=1e-4, atol=1e-8)
+
+
+def test_no_process_holds_all_pairs():
+    largest = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: largest.append(t.numel()) or t, lambda t: t):
+        diversity_loss(torch.rand(64, 4, requires_grad=True), slice(8, 16))
+    assert max(largest) == 8 * 64
+
+
 def test_prediction_loss_equals_a_numpy_computation():
     rng = np.random.default_rng(0)
     score, error = rng.normal(size=(5, 12)), rng.exponential(size=(5, 12))
