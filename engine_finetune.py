@@ -19,12 +19,10 @@ from util.evaluation.features import FeatureSet, extract_features
 from util.evaluation.metrics import accuracies, top_classes
 from util.lr_sched import adjust_learning_rate
 from util.misc import (
-    all_reduce_sum,
     amp_dtype,
     autocast,
     exchange_gradients,
     get_rank,
-    get_world_size,
     seed_globals,
     without_ddp,
 )
@@ -96,15 +94,10 @@ def train_one_epoch(
             loss = objective.criterion(model(imgs), labels)
         state.scaler(loss / args.accum_iter, state.optimizer, args.clip_grad, model.parameters(), update_grad=update)
 
-        log.add(i, {"loss": mean_of_processes(loss)}, {"lr": lr})
+        log.add(i, {"loss": loss}, {"lr": lr})
         if update and after_update is not None:
             after_update(step + 1, log)
     return log.close()
-
-
-def mean_of_processes(loss: torch.Tensor) -> torch.Tensor:
-    """The loss of the global batch: all processes have equally many of its images."""
-    return all_reduce_sum(loss.detach().clone()) / get_world_size()
 
 
 def evaluate(

@@ -7,9 +7,9 @@
 Only here do the two networks meet. With a strategy that learns nothing, such as `--masking random`, step 1 is all there
 is: vanilla MAE through the same code.
 
-Every loss is that of the global batch: its value and gradient do not depend on how many processes share it.
-DistributedDataParallel averages gradients over processes, so what each process backpropagates is scaled such that the
-average is the gradient of the global loss.
+Every loss is that of the global batch: its value and gradient do not depend on how many processes share it. Each
+process computes a share. The mean of the shares over processes is the loss, which the log takes; the mean of their
+gradients, which DistributedDataParallel takes, is its gradient.
 """
 
 from argparse import Namespace
@@ -25,12 +25,12 @@ from masking import Masking
 from util.datasets import ImageLoader, normalise
 from util.lr_sched import adjust_learning_rate, learning_rate, set_learning_rate
 from util.misc import (
-    all_reduce_sum,
     amp_dtype,
     autocast,
     exchange_gradients,
-    gather_rows,
+    gather_batch,
     get_world_size,
+    sum_of_processes,
     without_ddp,
 )
 from util.training.progress import EpochLog
@@ -75,10 +75,12 @@ def train_one_epoch(
             values = masking.values(imgs)  # [N, L], such as Z; None where nothing is learned
 
         # Step 1: the MAE, on what the masks leave visible.
+        masks = masking.choose(ask, values)
+        share = share_of_process(masks)
         with autocast(device, amp):
-            local_loss, pred, mask = model(imgs, ask.mask_ratio, **masking.choose(ask, values))
-        loss, share = global_loss(local_loss, mask)
-        state.scaler(share / args.accum_iter, state.optimizer, args.clip_grad, model.parameters(), update_grad=update)
+            local_loss, pred, mask = model(imgs, ask.mask_ratio, **masks)
+        loss = local_loss * share()
+        state.scaler(loss / args.accum_iter, state.optimizer, args.clip_grad, model.parameters(), update_grad=update)
         losses, settings = {"loss": loss}, {"lr": lr} | masking.moment(epoch, epochs_passed / args.epochs)
 
         # Step 2: the masking module, on the errors of the MAE just updated. (When gradients accumulate, the MAE is
@@ -90,11 +92,10 @@ def train_one_epoch(
             with frozen(mae):  # through the backward pass: --grad_checkpointing repeats the forward pass there
                 with autocast(device, amp):
                     error, rows = masking.learned.errors(mae, imgs, values, pred)
-                # Of the global batch: every pair of its images counts, whichever process has them. Gradients flow to
-                # this process's rows alone, so the processes' gradients add up to that of the loss.
-                all_values, all_errors, all_masks = (gather_rows(x, equal=True) for x in (values, error, mask))
+                # Of the global batch: every pair of its images counts, whichever process has them.
+                all_values, all_errors, all_masks = gather_batch(values, error, mask)
                 losses |= masking.learned.losses(all_values, all_errors, all_masks, rows, ask)
-                loss_cmm = losses["cmm/loss"] * get_world_size() / args.accum_iter
+                loss_cmm = losses["cmm/loss"] / args.accum_iter
                 scaler(loss_cmm, optimizer, args.clip_grad, module.parameters(), update_grad=update)
 
         log.add(i, losses, settings, partial(masking.health, mask, values))
@@ -103,18 +104,17 @@ def train_one_epoch(
     return log.close()
 
 
-def global_loss(local_loss: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean error of the removed patches of the global batch, and this process's share of it.
+def share_of_process(masks: dict[str, torch.Tensor]) -> Callable[[], torch.Tensor | float]:
+    """A call gives the weight of this process's loss, a mean over removed patches, in the mean over processes.
 
-    Processes remove different numbers of patches, so the mean of their means is not the global one. The mean of their
-    shares is, and only shares carry a gradient.
+    It is 1 for masks of an exact ratio. Others may remove more patches in one process than in another. The numbers are
+    exchanged while the forward pass runs, so call after it.
     """
-    if get_world_size() == 1:
-        return local_loss, local_loss
-    removed = mask.sum()
-    total_error, total_removed = all_reduce_sum(torch.stack([local_loss.detach() * removed, removed]))
-    total_removed = total_removed.clamp(min=1)  # nothing removed anywhere: the loss is 0, not 0 / 0
-    return total_error / total_removed, local_loss * (removed * get_world_size() / total_removed)
+    if "visible" not in masks or get_world_size() == 1:
+        return lambda: 1.0
+    removed = (~masks["visible"]).sum()
+    total = sum_of_processes(removed.clone())
+    return lambda: removed * get_world_size() / total().clamp(min=1)  # where nothing is removed, losses are 0
 
 
 @contextmanager

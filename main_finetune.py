@@ -238,7 +238,8 @@ def main(args: Namespace) -> None:
         saver = Saver(state, stop, log_writer, args)
         for epoch in range(start.epoch, args.epochs):
             resumed = start if epoch == start.epoch else Start(epoch)
-            log = EpochLog(resumed, steps_per_epoch * args.accum_iter, loss_guard, log_writer, args)
+            iterations = steps_per_epoch * args.accum_iter
+            log = EpochLog(resumed, iterations, loss_guard, log_writer, args, stop.mean_of_processes)
             stats = train_one_epoch(model, objective, data_loader, state, epoch, log, args, saver.after_update)
             data_loader.share_bad_images()
             saver.check_finite(epoch, (epoch + 1) * steps_per_epoch)

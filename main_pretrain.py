@@ -338,7 +338,8 @@ def main(args: Namespace) -> None:
         saver = Saver(state, stop, log_writer, args, lambda epoch, step: masking.moment(epoch, step / total_steps))
         for epoch in range(start.epoch, args.epochs):
             resumed = start if epoch == start.epoch else Start(epoch)
-            log = EpochLog(resumed, steps_per_epoch * args.accum_iter, loss_guard, log_writer, args)
+            iterations = steps_per_epoch * args.accum_iter
+            log = EpochLog(resumed, iterations, loss_guard, log_writer, args, stop.mean_of_processes)
             stats = train_one_epoch(model, data_loader, masking, state, epoch, log, args, saver.after_update)
             data_loader.share_bad_images()
             metrics = monitor.after_epoch(epoch, without_ddp(model), masking, log_writer)

@@ -47,7 +47,7 @@ from models_mae import Autoencoder, build_mae, grid_size
 from models_vit import mae_of
 from util.checkpoint import load_checkpoint, load_weights, settings_of
 from util.cli import UserError
-from util.misc import derive_seed, gather_rows, get_world_size, without_ddp
+from util.misc import derive_seed, gather_batch, get_world_size, share_of_rank, without_ddp
 
 RED, GREEN, BLUE = 1.0, 0.7, 0.5  # widths of the filters, in patches
 
@@ -284,10 +284,11 @@ class LearnedMasking(ABC):
     def losses(
         self, values: torch.Tensor, error: torch.Tensor, mask: torch.Tensor, rows: "Rows", ask: Ask
     ) -> dict[str, torch.Tensor]:
-        """The module's loss on the global batch under "cmm/loss", and its parts."""
+        """The module's loss on the global batch under "cmm/loss", and its parts. Processes may compute shares of them,
+        as of the diversity: what counts is the mean over processes."""
 
 
-Rows = slice | list[int]
+Rows = slice | torch.Tensor
 
 
 @register
@@ -304,7 +305,7 @@ class CurriculumMasking(LearnedMasking):
         self.terms: dict[str, tuple[Callable[..., torch.Tensor], float]] = {
             "gauss": (lambda z, ratio: gaussian_loss(z), settings.lambda_gauss),
             "kl": (kl, settings.lambda_kl),
-            "div": (lambda z, ratio: diversity(z), settings.lambda_div),
+            "div": (lambda z, ratio: diversity(z, share_of_rank(len(z))), settings.lambda_div),
             "pos": (position_loss, settings.lambda_pos),
         }
 
@@ -316,11 +317,22 @@ class CurriculumMasking(LearnedMasking):
 
     def errors(self, mae, imgs, values, pred):
         """Step 2: no threshold and no selection; the autoencoder sees every patch as far as Z says."""
-        rows, here = evenly_spread_rows(len(imgs), self.settings.cmm_fraction)
+        rows, here = self.rows(len(imgs), imgs.device)
         if self.settings.soft == "attention":
             values = with_balanced_gradient(values)
         _, pred, _ = mae(imgs[here], keep_prob=values[here], soft=self.settings.soft)
         return mae.patch_error(imgs[here], pred), rows
+
+    def rows(self, n: int, device: torch.device) -> tuple[Rows, Rows]:
+        """The images to learn from: rows of the global batch, and of this process's n.
+
+        The order of images is random already, so an evenly spread share is as good as a drawn one; and these are the
+        same images for any number of processes, if the share of each process's batch is a whole number.
+        """
+        if self.settings.cmm_fraction == 1:
+            return slice(None), slice(None)
+        number, processes = max(round(self.settings.cmm_fraction * n), 1), get_world_size()
+        return evenly_spread_rows(number * processes, n * processes, device), evenly_spread_rows(number, n, device)
 
     def losses(self, values, error, mask, rows, ask):
         """Eq. 1: lambda_CL(t) times the curriculum loss, plus the weighted others."""
@@ -337,17 +349,10 @@ class CurriculumMasking(LearnedMasking):
         return {"cmm/loss": sum(weighted), **{f"cmm/{name}": value for name, value in parts.items()}}
 
 
-def evenly_spread_rows(n: int, fraction: float) -> tuple[Rows, Rows]:
-    """A share of the images: rows of the global batch, and of this process's n.
-
-    The order of images is random already, so these are as good as drawn; and they are the same images for any number
-    of processes, if the share of each process's batch is a whole number.
-    """
-    if fraction == 1:
-        return slice(None), slice(None)
-    number = max(round(fraction * n), 1)
-    here = [i * n // number for i in range(number)]
-    return [n * rank + row for rank in range(get_world_size()) for row in here], here
+@cache
+def evenly_spread_rows(number: int, n: int, device: torch.device) -> torch.Tensor:
+    """Indices of `number` of n rows. They stay on the device: a list of them would be copied there in each step."""
+    return torch.arange(number, device=device) * n // number
 
 
 @register
@@ -439,10 +444,10 @@ class Masking:
         return values if self.learned is not None and self.learned.probability else None
 
     def health(self, mask: torch.Tensor, values: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """Of the masks [N, L] of all processes."""
+        """Of the masks [N, L] of all processes, as shares: the mean over processes counts."""
         keep_prob = self.keep_prob(values)
-        keep_prob = None if keep_prob is None else gather_rows(keep_prob.detach(), equal=True)
-        return mask_health(gather_rows(mask, equal=True), keep_prob)
+        gathered = gather_batch(mask) if keep_prob is None else gather_batch(mask, keep_prob.detach())
+        return mask_health(*gathered, own=share_of_rank(len(gathered[0])))
 
     def ask(self, imgs: torch.Tensor, index: torch.Tensor, epoch: int, progress: float) -> Ask:
         """`index` [N]: of the images in their data set. `progress` of the run, from 0 to 1."""
@@ -503,8 +508,12 @@ def load_module(path: str | Path) -> nn.Module:
     return module.eval()
 
 
-def mask_health(mask: torch.Tensor, keep_prob: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+def mask_health(
+    mask: torch.Tensor, keep_prob: torch.Tensor | None = None, own: slice = slice(None)
+) -> dict[str, torch.Tensor]:
     """Health of a batch of masks [N, L] (0 is keep, 1 is remove), and of the Z they came from, as scalar tensors.
+
+    Of several processes, each compares its `own` rows with all; the mean of their values is that of the batch.
 
     visible      share of visible tokens, mean over images         visible_std   its standard deviation over images
     distinct     share of masks in the batch that differ from all before them (1/N: mode collapse)
@@ -517,13 +526,13 @@ def mask_health(mask: torch.Tensor, keep_prob: torch.Tensor | None = None) -> di
     visible = 1 - mask.mean(dim=1)  # [N]
     # Masks as +-1 vectors: their products count agreements minus disagreements.
     signs = 2 * mask.float() - 1
-    differing = (num_patches - signs @ signs.T) / 2  # [N, N]
-    repeats = torch.tril(differing < 0.5, diagonal=-1).any(dim=1).sum()
+    differing = (num_patches - signs[own] @ signs.T) / 2  # [own, N]
+    repeats = torch.tril(differing < 0.5, diagonal=(own.start or 0) - 1).any(dim=1).sum()
     health = {
         "visible": visible.mean(),
         "visible_std": visible.std(correction=0),
-        "distinct": 1 - repeats / n,
-        "hamming": differing.sum() / (num_patches * max(n * (n - 1), 1)),
+        "distinct": 1 - repeats / len(differing),
+        "hamming": differing.sum() / (num_patches * max(len(differing) * (n - 1), 1)),
         "unseen": mask.all(dim=0).float().mean(),
         "place": mask.mean(dim=0).var(correction=0) / mask.var(correction=0).clamp(min=1e-6),
     }

@@ -10,11 +10,13 @@ docs/method.md, which also says where and why a loss departs from the paper's pr
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from timm.layers import Mlp
-from timm.models.vision_transformer import PatchEmbed
+from timm.models.vision_transformer import Block, PatchEmbed
 
 from models_mae import (
     Autoencoder,
@@ -31,8 +33,28 @@ SIGMA = 0.12  # width of the Gaussian loss around Z = 0.5
 PAPER_TOKENS = (196, 256)  # tokens of the paper's backbones at 224 px; all three share its loss weights
 
 
+class FirstTokenBlock(Block):
+    """A block whose first output token is all that is read: the same numbers without the others' queries and MLP.
+
+    Tokens [N, L, D] to the first one [N, 1, D]. For blocks as `transformer_blocks` makes them.
+    """
+
+    def forward(self, x: torch.Tensor, attn_mask: torch.Tensor | None = None, is_causal: bool = False) -> torch.Tensor:
+        attn: Any = self.attn
+        tokens, width, heads = self.norm1(x), x.shape[-1], (attn.num_heads, -1)
+        weight, bias = attn.qkv.weight, attn.qkv.bias  # of query, key and value, in this order
+        q = F.linear(tokens[:, :1], weight[:width], bias[:width]).unflatten(-1, heads).transpose(1, 2)  # [N, h, 1, d]
+        kv = F.linear(tokens, weight[width:], bias[width:])
+        k, v = kv.unflatten(-1, (2, *heads)).permute(2, 0, 3, 1, 4)  # [N, h, L, d]
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask, is_causal=is_causal)
+        x = x[:, :1] + attn.proj(attended.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm2(x))
+
+
 class MaskingViT(nn.Module):
     """The trunk of a masking module: a short ViT with its own patch embedding. N images, L patches, D width."""
+
+    last_block: type[Block] = Block
 
     def __init__(
         self,
@@ -55,7 +77,7 @@ class MaskingViT(nn.Module):
         num_patches = self.patch_embed.num_patches
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
         self.pos_embed = nn.Parameter(torch.zeros(1, num_patches + 1, embed_dim), requires_grad=False)
-        self.blocks = transformer_blocks(depth, embed_dim, num_heads, mlp_ratio, norm_layer)
+        self.blocks = transformer_blocks(depth, embed_dim, num_heads, mlp_ratio, norm_layer, self.last_block)
         self.norm = norm_layer(embed_dim)
         self.mlp = Mlp(embed_dim, int(embed_dim * mlp_ratio))
         self.head = nn.Linear(embed_dim, outputs or num_patches)
@@ -73,7 +95,7 @@ class MaskingViT(nn.Module):
         self.grad_checkpointing = enable
 
     def forward_trunk(self, imgs: torch.Tensor) -> torch.Tensor:
-        """Images [N, C, H, W] to tokens [N, 1 + L, D], [CLS] first."""
+        """Images [N, C, H, W] to tokens [N, 1 + L, D], [CLS] first; [CLS] alone if `last_block` leaves only that."""
         x = self.patch_embed(imgs) + self.pos_embed[:, 1:, :]
         cls_token = self.cls_token + self.pos_embed[:, :1, :]
         x = torch.cat([cls_token.expand(x.shape[0], -1, -1), x], dim=1)
@@ -82,6 +104,8 @@ class MaskingViT(nn.Module):
 
 class CurriculumMaskingModule(MaskingViT):
     """The paper's module (CMM): the [CLS] token decides about every patch."""
+
+    last_block = FirstTokenBlock
 
     def forward(self, imgs: torch.Tensor) -> torch.Tensor:
         """Images [N, C, H, W] to Z [N, L] in [0, 1], float32 under any autocast."""
@@ -220,28 +244,33 @@ def clamp_value(x: torch.Tensor, minimum: float, maximum: float | None = None) -
     return x + (x.clamp(min=minimum, max=maximum) - x).detach()
 
 
-def diversity_loss(keep_prob: torch.Tensor) -> torch.Tensor:
+def diversity_loss(keep_prob: torch.Tensor, own: slice = slice(None)) -> torch.Tensor:
     """Eq. 6: mean over all pairs of different images of exp(-||Z_i - Z_j||^2); 0 for a batch of one."""
-    return mean_over_pairs(torch.exp(-pairwise_squared_distances(keep_prob)))
+    return mean_over_pairs(lambda squares: torch.exp(-squares), keep_prob, own)
 
 
-def distance_diversity_loss(keep_prob: torch.Tensor) -> torch.Tensor:
+def distance_diversity_loss(keep_prob: torch.Tensor, own: slice = slice(None)) -> torch.Tensor:
     """The released code's diversity, as a control: exp(-0.1 ||Z_i - Z_j||), which does not saturate."""
-    return mean_over_pairs(torch.exp(-0.1 * (pairwise_squared_distances(keep_prob) + 1e-12).sqrt()))
+    return mean_over_pairs(lambda squares: torch.exp(-0.1 * (squares + 1e-12).sqrt()), keep_prob, own)
 
 
-def pairwise_squared_distances(keep_prob: torch.Tensor) -> torch.Tensor:
-    """Between all pairs of rows of Z [N, L]: [N, N]."""
-    centred = keep_prob - 0.5  # shorter vectors lose less to rounding in the product; distances are the same
-    norms = centred.square().sum(dim=1)
-    return (norms[:, None] + norms[None, :] - 2 * centred @ centred.T).clamp(min=0)
+def mean_over_pairs(
+    similarity: Callable[[torch.Tensor], torch.Tensor], keep_prob: torch.Tensor, own: slice
+) -> torch.Tensor:
+    """Mean, over all pairs of different rows of Z [N, L], of a function of their squared distances.
 
-
-def mean_over_pairs(similarity: torch.Tensor) -> torch.Tensor:
-    """Mean of [N, N] off the diagonal."""
-    n = len(similarity)
-    off_diagonal = ~torch.eye(n, dtype=torch.bool, device=similarity.device)
-    return (similarity * off_diagonal).sum() / max(n * (n - 1), 1)
+    Of several processes, each computes its `own` rows against all. The mean of their values is that of all pairs, and
+    each has the gradient of that mean with respect to its own rows.
+    """
+    everyone = keep_prob - 0.5  # shorter vectors lose less to rounding in the product; distances are the same
+    mine, everyone = everyone[own], everyone.detach()
+    squares = mine.square().sum(dim=1)[:, None] + everyone.square().sum(dim=1) - 2 * mine @ everyone.T  # [own, N]
+    squares = squares.clamp(min=0)
+    squares.diagonal(own.start or 0).fill_(torch.inf)  # nobody is similar to itself
+    mean = similarity(squares).sum() / max(len(mine) * (len(everyone) - 1), 1)
+    # Among all pairs a row meets every other one twice, here once; and these pairs are a share of all.
+    scale = 2 * len(mine) / len(everyone)
+    return mean.detach() + scale * (mean - mean.detach())
 
 
 def prediction_loss(score: torch.Tensor, error: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -309,11 +309,16 @@ def attention_bias(keep_prob: torch.Tensor) -> torch.Tensor:
 
 
 def transformer_blocks(
-    depth: int, dim: int, num_heads: int, mlp_ratio: float, norm_layer: Callable[[int], nn.Module]
+    depth: int,
+    dim: int,
+    num_heads: int,
+    mlp_ratio: float,
+    norm_layer: Callable[[int], nn.Module],
+    last: type[Block] = Block,
 ) -> nn.ModuleList:
     """Pre-norm ViT blocks; timm's run torch's fused attention."""
-    make = partial(Block, dim, num_heads, mlp_ratio, qkv_bias=True, norm_layer=norm_layer)  # type: ignore[arg-type]
-    return nn.ModuleList(make() for _ in range(depth))
+    settings: dict[str, Any] = dict(mlp_ratio=mlp_ratio, qkv_bias=True, norm_layer=norm_layer)
+    return nn.ModuleList((last if i == depth - 1 else Block)(dim, num_heads, **settings) for i in range(depth))
 
 
 def run_blocks(

@@ -224,7 +224,8 @@ class ImageLoader:
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         for (imgs, labels, bad), keys in zip(self.loader, self.batches, strict=True):
             self.bad_images.add([name for names in bad for name in names])
-            yield imgs, labels, torch.tensor([index for _, index in keys])
+            index = torch.tensor([index for _, index in keys])
+            yield imgs, labels, index.pin_memory() if labels.is_pinned() else index
 
     def share_bad_images(self) -> None:
         """Combine all processes' counts: the first process logs, and the limit holds for the total."""

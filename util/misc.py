@@ -8,7 +8,7 @@ import platform
 import random
 import signal
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -139,31 +139,56 @@ def share_of_rank(length: int) -> slice:
     return slice(rank * length // world_size, (rank + 1) * length // world_size)
 
 
-def all_reduce_sum(values: torch.Tensor) -> torch.Tensor:
-    if get_world_size() > 1:
-        dist.all_reduce(values)
-    return values
+def sum_of_processes(values: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Starts adding up `values` in place, which runs beside other work; call the result to have the sum."""
+    work: Any = dist.all_reduce(values, async_op=True)
+
+    def finished() -> torch.Tensor:
+        work.wait()  # on GPUs the stream waits, not the host
+        return values
+
+    return finished
 
 
-def all_reduce_max(values: torch.Tensor) -> torch.Tensor:
-    if get_world_size() > 1:
-        dist.all_reduce(values, op=dist.ReduceOp.MAX)
-    return values
+def mean_of_processes(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The mean of each scalar over processes, by one reduction. No gradient flows."""
+    if get_world_size() == 1:
+        return dict(values)
+    stacked = torch.stack([value.detach().float() for value in values.values()])
+    dist.all_reduce(stacked)
+    return dict(zip(values, (stacked / get_world_size()).unbind(), strict=True))
 
 
 def gather_rows(rows: torch.Tensor, equal: bool = False) -> torch.Tensor:
-    """The rows of all processes, in the order of ranks, on every process. Gradients flow to this process's own rows.
+    """The rows of all processes, in the order of ranks, on every process. No gradient flows.
 
     They may have different numbers of rows; saying that they are `equal` spares a host-device sync.
     """
     if get_world_size() == 1:
         return rows
-    counts = [len(rows)] * get_world_size() if equal else gather_objects(len(rows))
-    padded = torch.cat([rows, rows.new_zeros(max(counts) - len(rows), *rows.shape[1:])])
-    parts = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(parts, padded.detach())
-    parts[get_rank()] = padded
-    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+    counts = [len(rows)] if equal else gather_objects(len(rows))
+    padded = torch.cat([rows.detach(), rows.new_zeros(max(counts) - len(rows), *rows.shape[1:])])
+    everyone = rows.new_empty(get_world_size() * len(padded), *rows.shape[1:])
+    dist.all_gather_into_tensor(everyone, padded)
+    if equal:
+        return everyone
+    return torch.cat([part[:count] for part, count in zip(everyone.split(len(padded)), counts, strict=True)])
+
+
+def gather_batch(*parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Of each of `parts` [n, L], the rows of all processes, in the order of ranks: one exchange for all of them.
+
+    Gradients flow to this process's own rows, multiplied by the number of processes: DDP's mean over processes is then
+    the gradient of a loss that all of them compute of all rows.
+    """
+    processes = get_world_size()
+    if processes == 1:
+        return parts
+    mine = torch.cat(parts)
+    everyone = gather_rows(mine, equal=True)
+    everyone[share_of_rank(len(everyone))] = mine.detach() + processes * (mine - mine.detach())
+    gathered = everyone.unflatten(0, (processes, -1)).split([len(part) for part in parts], dim=1)
+    return tuple(part.flatten(0, 1) for part in gathered)
 
 
 def gather_objects(value: object) -> list:
@@ -211,8 +236,8 @@ def mean_in_rank_order(_, bucket: dist.GradBucket) -> torch.futures.Future[torch
     An all-reduce adds in an order that depends on where a value lies in its bucket, and DDP lays out its buckets anew
     after the first step of a process: with three ranks and more, a resumed run would differ in the last bits.
     """
-    parts = [torch.empty_like(bucket.buffer()) for _ in range(get_world_size())]
-    work = dist.all_gather(parts, bucket.buffer(), async_op=True)
+    parts = bucket.buffer().new_empty(get_world_size(), len(bucket.buffer()))
+    work: Any = dist.all_gather_into_tensor(parts.flatten(), bucket.buffer(), async_op=True)
 
     def mean(exchanged: torch.futures.Future) -> torch.Tensor:
         exchanged.value()  # raises if the exchange failed

@@ -42,6 +42,7 @@ def test_losses_and_gradients_do_not_depend_on_the_number_of_processes(worlds, v
         many = worlds[size][rank][variant]
         for expected, found in zip(one["losses"], many["losses"], strict=True):
             assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
+        assert many["losses"][-1].keys() >= {"mask/distinct", "mask/hamming"}
         for part in ("gradients", "gradients_cmm"):
             for expected, found in zip(one[part], many[part], strict=True):
                 assert expected.abs().max() > 1e-3
@@ -61,6 +62,26 @@ def test_gradients_travel_once_per_update_and_only_those_of_the_step(worlds, var
     assert [min(count, 1) for count in found["exchanges"]] == expected
     of_cmm = {"random": [], "cheaper": expected[::2]}.get(variant.split(",")[0], expected)
     assert found["exchanges_cmm"] == of_cmm, "step 2 moves no gradient of the MAE"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_a_step_exchanges_beside_gradients(worlds, variant):
+    """One gather for the module, one reduction for the log, and nothing between the MAE's forward and backward pass."""
+    name = variant.split(",")[0]
+    count = [] if name in ("random", "topk", "predictive") else ["all_reduce"]  # of removed patches, if it may vary
+    soft = [] if name in ("random", "predictive") else ["forward"]
+    module = [] if name == "random" else [*soft, "all_gather_into_tensor", "backward"]
+    expected = []
+    for step in range(4):
+        expected += [*count, "forward", "backward", *(module if name != "cheaper" or step % 2 == 0 else [])]
+        health = ["all_gather_into_tensor"] if step == 3 else []
+        expected += [*health, "all_reduce", "logged"]
+    assert all(process[variant]["events"] == expected for process in worlds[4])
+
+
+def test_all_processes_hear_of_a_signal_in_the_same_step(worlds):
+    for size in (2, 4):
+        assert [process["stopping"] for process in worlds[size]] == [[False, False, True, True]] * size
 
 
 def test_mean_gradients_do_not_depend_on_their_place_in_a_bucket(worlds):

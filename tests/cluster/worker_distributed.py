@@ -4,9 +4,11 @@ torchrun --nproc_per_node=2 tests/cluster/worker_distributed.py OUTPUT.pth
 """
 
 import os
+import signal
 import sys
 
 import torch
+import torch.distributed as dist
 from small_runs import SMALL
 
 import util.cli
@@ -15,8 +17,9 @@ from engine_pretrain import train_one_epoch
 from main_pretrain import build_masking, build_networks, check_args, get_args_parser, settle_batch_and_rates
 from util.datasets import build_pretrain_loader
 from util.misc import NativeScalerWithGradNormCount, get_rank, get_world_size, init_distributed_mode, with_ddp
-from util.training.progress import EpochLog, LossGuard
+from util.training.progress import EpochLog, LossGuard, MetricBuffer
 from util.training.resume import Start
+from util.training.saver import StopRequest
 
 GLOBAL_BATCH = 8  # of each iteration, whatever the number of processes
 VARIANTS = {
@@ -27,7 +30,11 @@ VARIANTS = {
         "topk": ("--select", "topk"),
     }.items()
     for accum_iter in (1, 2)
-} | {"cheaper, accum_iter 1": ("--cmm_fraction", "0.5", "--cmm_every", "2", "--cmm_dim", "32")}
+} | {
+    "cheaper, accum_iter 1": ("--cmm_fraction", "0.5", "--cmm_every", "2", "--cmm_dim", "32"),
+    "predictive, accum_iter 1": ("--masking", "predictive"),
+    "distance, accum_iter 1": ("--diversity", "distance", "--soft", "attention"),
+}
 
 
 class Recorder(NativeScalerWithGradNormCount):
@@ -38,8 +45,9 @@ class Recorder(NativeScalerWithGradNormCount):
         self.gradients, self.exchanges = [], []
 
     def __call__(self, loss, optimizer, clip_grad, parameters, update_grad=True):
-        before, parameters = exchanged[0], list(parameters)
+        before, happened, parameters = exchanged[0], len(events), list(parameters)
         self._scaler.scale(loss).backward()
+        events[happened:] = ["backward"]  # gradients travel meanwhile
         self.exchanges.append(exchanged[0] - before)
         if update_grad:
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters if p.requires_grad]
@@ -59,21 +67,41 @@ def counted_exchange(state, bucket):
 
 util.misc.mean_in_rank_order = counted_exchange
 
+events: list[str] = []  # passes, and what processes exchange, in the order in which they begin
+
+
+def note(name, function):
+    def noted(*args, **kwargs):
+        events.append(name)
+        return function(*args, **kwargs)
+
+    return noted
+
+
+for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object"):
+    setattr(dist, name, note(name, getattr(dist, name)))
+
 
 def run(args):
     state, loader = build_networks(args, torch.device("cpu")), build_pretrain_loader(args)
     state.scaler, state.scaler_cmm = scaler, scaler_cmm = Recorder(), Recorder()
     losses, removed = [], []
 
-    class Log(EpochLog):
-        def add(self, iteration, values, *rest):
+    class Buffer(MetricBuffer):
+        def add(self, step, values):
+            events.append("logged")
             losses.append({name: value.item() for name, value in values.items()})
-            super().add(iteration, values, *rest)
+            super().add(step, values)
 
-    log = Log(Start(0), len(loader), LossGuard(skip=False), None, args)
+    model, masking = with_ddp(state.model), build_masking(state, args)
+    log = EpochLog(Start(0), len(loader), LossGuard(skip=False), None, args)
+    log.buffer = Buffer()
+    state.model.register_forward_pre_hook(lambda *_: events.append("forward"))
     state.model.register_forward_hook(lambda *call: removed.append(call[-1][2].sum().item()))
-    train_one_epoch(with_ddp(state.model), loader, build_masking(state, args), state, 0, log, args)
+    events.clear()
+    train_one_epoch(model, loader, masking, state, 0, log, args)
     return {
+        "events": list(events),
         "losses": losses,
         "gradients": scaler.gradients,
         "gradients_cmm": scaler_cmm.gradients,
@@ -99,6 +127,18 @@ def mean_at(offset):
     return exchange(None, Bucket(torch.cat([torch.zeros(offset), values]))).wait()[offset:]
 
 
+def steps_that_stop():
+    """What this process hears, step by step, of a signal that the last process gets before its second of four."""
+    stop, heard = StopRequest(), []
+    for step in range(4):
+        if step == 1 and get_rank() == get_world_size() - 1:
+            stop.received.add(signal.SIGTERM)
+        means = stop.mean_of_processes({"rank": torch.tensor(float(get_rank()))})
+        assert means == {"rank": (get_world_size() - 1) / 2}
+        heard.append(stop.agreed())
+    return heard
+
+
 def main(output):
     torch.set_num_threads(1)
     results = {}
@@ -113,6 +153,7 @@ def main(output):
         results[name] = run(args)
     if get_world_size() > 1:
         results["means"] = [mean_at(offset) for offset in (0, 333)]
+        results["stopping"] = steps_that_stop()
     torch.save(results, f"{output}.{get_rank()}")
     util.cli.leave(0, together=True)
 

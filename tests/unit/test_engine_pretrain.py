@@ -17,7 +17,7 @@ from main_pretrain import (
     settle_batch_and_rates,
     with_optimizer,
 )
-from masking import Masking, MaskSettings, evenly_spread_rows
+from masking import CurriculumMasking, Masking, MaskSettings
 from models_mae import Autoencoder
 from util.cli import TrainingDiverged
 from util.datasets import build_pretrain_loader, count_steps, normalise
@@ -129,7 +129,6 @@ def test_between_its_updates_the_cmm_is_only_asked():
 def test_a_share_of_the_images_teaches_the_curriculum_and_all_the_rest():
     args, state, loader = setup("--cmm_fraction", 0.25)
     imgs, _ = first_batch(loader)
-    assert evenly_spread_rows(8, 0.25) == ([0, 4], [0, 4])
     losses, error, keep_prob = module_losses(args, state, imgs, 0.5)
     assert error.shape == (2, 16)
     removed = 1 - keep_prob[[0, 4]]
@@ -149,7 +148,8 @@ def test_a_share_of_the_images_teaches_the_curriculum_and_all_the_rest():
 @pytest.mark.parametrize("fraction", [0.1, 0.3, 0.5, 0.99, 1])
 @pytest.mark.parametrize("n", [1, 7, 64])
 def test_the_share_of_images_is_spread_and_never_none(n, fraction):
-    rows = torch.arange(n)[evenly_spread_rows(n, fraction)[1]].tolist()
+    strategy = CurriculumMasking(MaskSettings(cmm_fraction=fraction))
+    rows = torch.arange(n)[strategy.rows(n, torch.device("cpu"))[1]].tolist()
     assert len(rows) == len(set(rows)) == max(round(fraction * n), 1)
     assert max(b - a for a, b in itertools.pairwise([*rows, n])) <= -(-n // len(rows))
 

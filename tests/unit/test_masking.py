@@ -11,9 +11,9 @@ import torch
 from main_pretrain import check_args, get_args_parser
 from masking import (
     STRATEGIES,
+    CurriculumMasking,
     Masking,
     MaskSettings,
-    evenly_spread_rows,
     hashed_uniform,
     image_keys,
     mask_health,
@@ -379,9 +379,11 @@ def test_values_are_a_probability_where_they_are_called_one(mae, masking):
 
 
 def test_rows_of_a_share_are_the_same_for_any_number_of_processes(monkeypatch):
-    whole = evenly_spread_rows(16, 0.25)[0]
+    strategy, cpu = CurriculumMasking(MaskSettings(cmm_fraction=0.25)), torch.device("cpu")
+    whole = strategy.rows(16, cpu)[0].tolist()
     monkeypatch.setattr("masking.get_world_size", lambda: 2)
-    assert evenly_spread_rows(8, 0.25) == (whole, [0, 4])
+    assert [rows.tolist() for rows in strategy.rows(8, cpu)] == [whole, [0, 4]]
+    assert strategy.rows(8, cpu)[0] is strategy.rows(8, cpu)[0], "no step makes the indices anew"
 
 
 # --- A user's own ---
@@ -457,6 +459,15 @@ def test_mask_health_counts_distinct_masks_as_unique_does():
     mask = (torch.rand(64, 4) < 0.5).float()
     assert mask_health(mask)["distinct"].item() == pytest.approx(len(mask.unique(dim=0)) / 64)
     assert mask_health(torch.ones(64, 9))["distinct"].item() == pytest.approx(1 / 64)
+
+
+def test_mask_health_of_each_process_is_a_share_of_all():
+    mask = (torch.rand(60, 5, generator=torch.Generator().manual_seed(0)) < 0.75).float()
+    whole = mask_health(mask, mask)
+    shares = [mask_health(mask, mask, slice(start, start + 15)) for start in range(0, 60, 15)]
+    assert 0 < whole["distinct"] < 1
+    for name, value in whole.items():
+        assert sum(share[name] for share in shares).item() / 4 == pytest.approx(value.item(), rel=1e-5), name
 
 
 def test_mask_health_of_a_batch_of_one():

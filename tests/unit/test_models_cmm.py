@@ -22,7 +22,7 @@ from models_cmm import (
     soft_kl_loss,
     with_balanced_gradient,
 )
-from models_mae import MaskedAutoencoderViT, build_mae
+from models_mae import MaskedAutoencoderViT, build_mae, transformer_blocks, vit_layer_norm
 
 EXTREMES = {
     "all visible": torch.ones(4, 16),
@@ -195,6 +195,26 @@ def test_distance_diversity_loss():
     assert torch.allclose(grad[2], expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("loss", [diversity_loss, distance_diversity_loss])
+def test_diversity_of_each_process_is_a_share_of_all(loss):
+    """The mean of the values is that of all pairs; each process has the gradient of its own rows."""
+    z = torch.rand(12, 16)
+    whole, grad = gradient(loss, z)
+    shares = [slice(start, start + 3) for start in range(0, 12, 3)]
+    values, grads = zip(*(gradient(loss, z, own) for own in shares), strict=True)
+    assert sum(values) / 4 == pytest.approx(whole, rel=1e-5)
+    assert grad.abs().max() > 1e-5
+    for own, found in zip(shares, grads, strict=True):
+        assert torch.allclose(found[own], grad[own], rtol=1e-4, atol=1e-8)
+
+
+def test_no_process_holds_all_pairs():
+    largest = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: largest.append(t.numel()) or t, lambda t: t):
+        diversity_loss(torch.rand(64, 4, requires_grad=True), slice(8, 16))
+    assert max(largest) == 8 * 64
+
+
 def test_prediction_loss_equals_a_numpy_computation():
     rng = np.random.default_rng(0)
     score, error = rng.normal(size=(5, 12)), rng.exponential(size=(5, 12))
@@ -281,3 +301,29 @@ def test_the_predictor_is_narrow_and_scores_every_patch_by_its_own_token():
 def test_positions_are_fixed():
     cmm = CurriculumMaskingModule(32, 8, embed_dim=32, depth=1, num_heads=2)
     assert [name for name, p in cmm.named_parameters() if not p.requires_grad] == ["pos_embed"]
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("way", ["plain", "grad_checkpointing", "compiled", "bf16"])
+def test_the_last_block_computes_cls_alone_and_changes_nothing(way, depth):
+    """Against the same weights with all tokens in every block: Z and every gradient."""
+    torch.manual_seed(0)
+    cmm = build_cmm(build_mae("mae_vit_micro_patch4"), depth)
+    whole = build_cmm(build_mae("mae_vit_micro_patch4"), depth)
+    whole.blocks = transformer_blocks(depth, 64, 4, 4.0, vit_layer_norm)
+    whole.load_state_dict(cmm.state_dict())
+    cmm.set_grad_checkpointing(way == "grad_checkpointing")
+    if way == "compiled":
+        torch._dynamo.reset()
+        for block in cmm.blocks:
+            block.compile(dynamic=True, backend="eager", fullgraph=True)
+    imgs, weights, found = torch.randn(4, 3, 32, 32), torch.randn(4, 64), []
+    for module in (whole, cmm):
+        with torch.autocast("cpu", torch.bfloat16, enabled=way == "bf16"):
+            z = module(imgs)
+        (z * weights).sum().backward()
+        found.append([z, *(p.grad for p in module.parameters() if p.requires_grad)])
+    tolerance = 2e-2 if way == "bf16" else 1e-5
+    for expected, ours in zip(*found, strict=True):
+        assert (ours - expected).abs().max() <= tolerance * max(expected.abs().max(), 1)
+    assert cmm.forward_trunk(imgs).shape == (4, 1, 64)

@@ -13,7 +13,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from util.checkpoint import write_text
 from util.cli import LOG_INTERVAL, Progress, TrainingDiverged, UserError, logger
-from util.misc import get_world_size, is_main_process
+from util.misc import get_world_size, is_main_process, mean_of_processes
 from util.training.resume import Start
 
 LOG = "log.txt"
@@ -125,8 +125,8 @@ class Board(SummaryWriter):
 class EpochLog:
     """Collects the values of an epoch's iterations and reports them every LOG_INTERVAL, with one sync each time.
 
-    Losses come in as those of the global batch, so every process has the same log. `start` tells what an interrupted
-    run has done and logged of its epoch before.
+    Losses come in as each process's share of that of the global batch, which is their `mean`: every process has the
+    same log. `start` tells what an interrupted run has done and logged of its epoch before.
     """
 
     def __init__(
@@ -136,9 +136,10 @@ class EpochLog:
         loss_guard: LossGuard,
         log_writer: SummaryWriter | None,
         args: Namespace,
+        mean: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = mean_of_processes,
     ):
         self.epoch, self.iterations, self.first = start.epoch, iterations, start.steps_done * args.accum_iter
-        self.loss_guard, self.log_writer = loss_guard, log_writer
+        self.loss_guard, self.log_writer, self.mean = loss_guard, log_writer, mean
         self.buffer, self.interval, self.averages = MetricBuffer(), Averages(), Averages()
         self.settings: dict[int, dict[str, float]] = {}
         if start.log_state is not None:
@@ -160,7 +161,7 @@ class EpochLog:
         values = dict(losses)
         if due and health is not None:
             values |= {f"mask/{name}": value for name, value in health().items()}
-        self.buffer.add(iteration, values)
+        self.buffer.add(iteration, self.mean(values))
         self.settings[iteration] = settings
         if due:
             self.report()

@@ -5,22 +5,28 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from util import checkpoint as ckpt
 from util.cli import STOP_SIGNALS, Interrupted, TrainingDiverged, UserError, logger
-from util.misc import all_reduce_max, gather_objects, is_main_process, orphaned
+from util.misc import gather_objects, get_world_size, is_main_process, mean_of_processes, orphaned
 from util.training.progress import EpochLog
 from util.training.resume import TrainingState
 
 
 class StopRequest:
-    """While entered, a stop signal is only remembered, until the run asks for it at a moment of its own."""
+    """While entered, a stop signal is only remembered, until the run asks for it at a moment of its own.
+
+    Processes agree on that moment by a flag that travels with each step's losses and is read a step later: the flag
+    costs no reduction of its own, and no step waits for it.
+    """
 
     def __init__(self):
         self.received: set[signal.Signals] = set()
+        self._flags: list[tuple[torch.Tensor, Any]] = []  # of the last two steps, oldest first
 
     def __enter__(self) -> "StopRequest":
         self._handlers = {number: signal.signal(number, self._remember) for number in STOP_SIGNALS}
@@ -33,12 +39,30 @@ class StopRequest:
     def _remember(self, number: int, _frame) -> None:
         self.received.add(signal.Signals(number))
 
-    def agreed(self) -> bool:
-        """Whether any process is to stop: the same answer on all, which must all ask. Waits for no device.
+    def wanted(self) -> bool:
+        """By this process. If torchrun is gone, it must stop, too: a new one may be writing to the same folder."""
+        return bool(self.received) or orphaned()
 
-        Processes whose torchrun is gone must stop, too: a new one may be writing to the same folder.
-        """
-        return bool(all_reduce_max(torch.tensor(bool(self.received) or orphaned(), dtype=torch.uint8)))
+    def mean_of_processes(self, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A step's scalars, averaged over processes; the flag goes with them."""
+        if get_world_size() == 1:
+            return values
+        mine = next(iter(values.values())).new_full((), self.wanted())  # by value: nothing is copied to the device
+        *means, flag = mean_of_processes({**values, "": mine}).values()
+        copy = flag.to("cpu", non_blocking=True)  # to pinned memory
+        self._flags = [*self._flags[-1:], (copy, torch.cuda.current_stream().record_event() if flag.is_cuda else None)]
+        return dict(zip(values, means, strict=True))
+
+    def agreed(self) -> bool:
+        """Whether any process was to stop one step ago: the same answer on all."""
+        if get_world_size() == 1:
+            return self.wanted()
+        if len(self._flags) < 2:
+            return False
+        flag, copied = self._flags[0]
+        if copied is not None:
+            copied.synchronize()  # the device does not idle meanwhile: it has this step to do
+        return bool(flag)
 
     def names(self) -> str:
         if self.received:
