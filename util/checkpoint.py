@@ -116,13 +116,14 @@ def link_checkpoint(existing: Path, path: Path) -> None:
     """Give a checkpoint a second name: at once where the file system has hard links, else by a copy."""
     partial = path.with_name(path.name + ".partial")
     partial.unlink(missing_ok=True)
-    try:
+    with suppress(OSError):
         os.link(existing, partial)
-    except OSError:
+    # Trust the file, not the reply: NFS may report an error for a link that it made.
+    if partial.exists() and partial.samefile(existing):
+        put_in_place(partial, path)
+    else:
         with open(existing, "rb") as source, replaced(path) as file:
             shutil.copyfileobj(source, file, 1 << 20)
-    else:
-        put_in_place(partial, path)
 
 
 def write_text(path: Path, text: str) -> None:
