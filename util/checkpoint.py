@@ -143,21 +143,24 @@ def put_in_place(partial: Path, path: Path) -> None:
             os.close(folder)
 
 
-def load_checkpoint(path: str | Path, *, lazily: bool = False) -> dict:
+def load_checkpoint(path: str | Path, *, check: bool = True, mapped: bool = False) -> dict:
     """Read a checkpoint of this project or of upstream MAE onto the CPU; `args` comes back as a dict.
 
     Upstream pickles an argparse.Namespace into its files, which is the one class allowed here. Anything else that
     would run code is refused before it runs. A .safetensors file gives `model`, `metadata` (its header), and of `args`
-    what that header tells. `lazily` is for a look at all but the tensors: these stay on the disk until they are used,
-    and the file's checksums are not looked at.
+    what that header tells.
+
+    Without `check`, checksums are not verified: for a file that was checked before, or whose tensors do not matter.
+    `mapped` tensors stay on the disk until they are used, and the processes of a machine share them. Copy those that
+    outlive the loading: the file may be deleted.
     """
     try:
         if Path(path).suffix == SAFETENSORS:
             return read_safetensors(path)
-        if not lazily:
+        if check:
             check_sums(path)
         with torch.serialization.safe_globals([argparse.Namespace]):
-            mmap = lazily and zipfile.is_zipfile(path)  # torch's older format cannot be mapped
+            mmap = mapped and zipfile.is_zipfile(path)  # torch's older format cannot be mapped
             checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.EISDIR, errno.EACCES):
@@ -240,7 +243,7 @@ def number_of(path: Path) -> int:
 
 
 def newest_checkpoint(folder: Path) -> tuple[dict, Path] | None:
-    """The checkpoint of `folder` that got furthest and can be read; damaged ones are reported and passed over."""
+    """The checkpoint of `folder` that got furthest and can be read, mapped. Damaged ones are reported and skipped."""
     last = read_or_report(folder / LAST) if (folder / LAST).exists() else None
     for path in numbered_checkpoints(folder):
         if last is not None and last.get("epoch", -1) >= number_of(path):
@@ -253,7 +256,7 @@ def newest_checkpoint(folder: Path) -> tuple[dict, Path] | None:
 
 def read_or_report(path: Path) -> dict | None:
     try:
-        return load_checkpoint(path)
+        return load_checkpoint(path, mapped=True)
     except UserError as error:
         logger.warning("%s; trying the one before it", error)
         return None
