@@ -11,6 +11,7 @@ A training checkpoint is a dict of tensors and plain types:
 """
 
 import argparse
+import copy
 import errno
 import json
 import os
@@ -22,7 +23,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import safetensors.torch
 import torch
@@ -40,6 +41,17 @@ def training_checkpoint(
 ) -> dict:
     """The content of a training checkpoint; `states` are the networks', optimizers' and scalers'."""
     return {**states, "epoch": epoch, "step": step, "log": log, "moment": moment, "args": vars(args)}
+
+
+def on_host(value: Any) -> Any:
+    """A copy in host memory of all tensors in nested dicts and lists; what training changes next does not reach it."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        copied = copy.copy(value)  # with the module versions that come with a state dict
+        copied.update((name, on_host(part)) for name, part in value.items())
+        return copied
+    return type(value)(map(on_host, value)) if isinstance(value, list | tuple) else value
 
 
 def weights_of(checkpoint: dict) -> dict[str, torch.Tensor]:
