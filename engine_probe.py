@@ -122,9 +122,7 @@ class CachedBatches:
         return len(self.orders[0])
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
-        for order in self.orders:
-            order.epoch = epoch
-        for keys in zip(*self.orders, strict=True):
+        for keys in zip(*(order.of_epoch(epoch) for order in self.orders), strict=True):
             index = torch.tensor([[i for _, i in batch] for batch in keys])  # [R, B]
             yield self.train.features[index].to(self.device), self.train.labels[index].to(self.device)
 

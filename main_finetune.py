@@ -234,8 +234,7 @@ def main(args: Namespace) -> None:
     loss_guard = LossGuard(skip=amp_dtype(args.amp, device) == torch.float16)
     test, by_epoch = None, accuracy_by_epoch(args)
     start_time = time.monotonic()
-    with StopRequest() as stop:
-        saver = Saver(state, stop, log_writer, args)
+    with StopRequest() as stop, Saver(state, stop, log_writer, args) as saver:
         for epoch in range(start.epoch, args.epochs):
             resumed = start if epoch == start.epoch else Start(epoch)
             iterations = steps_per_epoch * args.accum_iter

@@ -333,9 +333,12 @@ def main(args: Namespace) -> None:
     model, masking = with_ddp(state.model), build_masking(state, args)
     loss_guard = LossGuard(skip=amp_dtype(args.amp, device) == torch.float16)
     start_time = time.monotonic()
-    with StopRequest() as stop:
-        total_steps = args.epochs * steps_per_epoch
-        saver = Saver(state, stop, log_writer, args, lambda epoch, step: masking.moment(epoch, step / total_steps))
+    total_steps = args.epochs * steps_per_epoch
+
+    def moment(epoch: int, step: int) -> dict:
+        return masking.moment(epoch, step / total_steps)
+
+    with StopRequest() as stop, Saver(state, stop, log_writer, args, moment) as saver:
         for epoch in range(start.epoch, args.epochs):
             resumed = start if epoch == start.epoch else Start(epoch)
             iterations = steps_per_epoch * args.accum_iter

@@ -61,7 +61,7 @@ class Run:
 
     def settings(self) -> dict:
         """The flags that it was trained with."""
-        return load_checkpoint(self.checkpoint(), lazily=True)["args"]
+        return load_checkpoint(self.checkpoint(), check=False, mapped=True)["args"]
 
     def is_done(self, step: Step) -> bool:
         return self.checkpoint().exists() and (step.protocol is None or self.result(step) is not None)

@@ -57,7 +57,7 @@ def add_saving_arguments(group: _ArgumentGroup) -> None:
         "--save_minutes",
         default=15,
         type=non_negative,
-        help="minutes between updates of checkpoint-last.pth; 0: after epochs only",
+        help="minutes between updates of checkpoint-last.pth; 0: after every epoch",
     )
     group.add_argument(
         "--save_every", default=20, type=count, help="epochs between checkpoint-N.pth; the last is always saved"

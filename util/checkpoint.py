@@ -11,6 +11,7 @@ A training checkpoint is a dict of tensors and plain types:
 """
 
 import argparse
+import copy
 import errno
 import json
 import os
@@ -22,7 +23,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import safetensors.torch
 import torch
@@ -40,6 +41,17 @@ def training_checkpoint(
 ) -> dict:
     """The content of a training checkpoint; `states` are the networks', optimizers' and scalers'."""
     return {**states, "epoch": epoch, "step": step, "log": log, "moment": moment, "args": vars(args)}
+
+
+def on_host(value: Any) -> Any:
+    """A copy in host memory of all tensors in nested dicts and lists; what training changes next does not reach it."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        copied = copy.copy(value)  # with the module versions that come with a state dict
+        copied.update((name, on_host(part)) for name, part in value.items())
+        return copied
+    return type(value)(map(on_host, value)) if isinstance(value, list | tuple) else value
 
 
 def weights_of(checkpoint: dict) -> dict[str, torch.Tensor]:
@@ -116,13 +128,14 @@ def link_checkpoint(existing: Path, path: Path) -> None:
     """Give a checkpoint a second name: at once where the file system has hard links, else by a copy."""
     partial = path.with_name(path.name + ".partial")
     partial.unlink(missing_ok=True)
-    try:
+    with suppress(OSError):
         os.link(existing, partial)
-    except OSError:
+    # Trust the file, not the reply: NFS may report an error for a link that it made.
+    if partial.exists() and partial.samefile(existing):
+        put_in_place(partial, path)
+    else:
         with open(existing, "rb") as source, replaced(path) as file:
             shutil.copyfileobj(source, file, 1 << 20)
-    else:
-        put_in_place(partial, path)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -142,21 +155,24 @@ def put_in_place(partial: Path, path: Path) -> None:
             os.close(folder)
 
 
-def load_checkpoint(path: str | Path, *, lazily: bool = False) -> dict:
+def load_checkpoint(path: str | Path, *, check: bool = True, mapped: bool = False) -> dict:
     """Read a checkpoint of this project or of upstream MAE onto the CPU; `args` comes back as a dict.
 
     Upstream pickles an argparse.Namespace into its files, which is the one class allowed here. Anything else that
     would run code is refused before it runs. A .safetensors file gives `model`, `metadata` (its header), and of `args`
-    what that header tells. `lazily` is for a look at all but the tensors: these stay on the disk until they are used,
-    and the file's checksums are not looked at.
+    what that header tells.
+
+    Without `check`, checksums are not verified: for a file that was checked before, or whose tensors do not matter.
+    `mapped` tensors stay on the disk until they are used, and the processes of a machine share them. Copy those that
+    outlive the loading: the file may be deleted.
     """
     try:
         if Path(path).suffix == SAFETENSORS:
             return read_safetensors(path)
-        if not lazily:
+        if check:
             check_sums(path)
         with torch.serialization.safe_globals([argparse.Namespace]):
-            mmap = lazily and zipfile.is_zipfile(path)  # torch's older format cannot be mapped
+            mmap = mapped and zipfile.is_zipfile(path)  # torch's older format cannot be mapped
             checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.EISDIR, errno.EACCES):
@@ -239,7 +255,7 @@ def number_of(path: Path) -> int:
 
 
 def newest_checkpoint(folder: Path) -> tuple[dict, Path] | None:
-    """The checkpoint of `folder` that got furthest and can be read; damaged ones are reported and passed over."""
+    """The checkpoint of `folder` that got furthest and can be read, mapped. Damaged ones are reported and skipped."""
     last = read_or_report(folder / LAST) if (folder / LAST).exists() else None
     for path in numbered_checkpoints(folder):
         if last is not None and last.get("epoch", -1) >= number_of(path):
@@ -252,7 +268,7 @@ def newest_checkpoint(folder: Path) -> tuple[dict, Path] | None:
 
 def read_or_report(path: Path) -> dict | None:
     try:
-        return load_checkpoint(path)
+        return load_checkpoint(path, mapped=True)
     except UserError as error:
         logger.warning("%s; trying the one before it", error)
         return None

@@ -133,8 +133,9 @@ class EpochBatches(Sampler):
     """Batches of (epoch, index) keys, in an order that depends on (seed, epoch) only.
 
     Each rank takes its slice of a global batch, so the same images form a batch whatever the number of ranks. An
-    incomplete global batch is dropped, as upstream does. `subset` holds the indices to draw from, if not all. Iteration
-    starts at `first_batch`; the length is that of the whole epoch.
+    incomplete global batch is dropped, as upstream does, and so is an incomplete accumulation. `subset` holds the
+    indices to draw from, if not all. The length is that of an epoch. Iteration begins at `start`, a batch of an epoch,
+    and runs through all `epochs` without a break: loaders fetch the next epoch while one ends.
     """
 
     def __init__(
@@ -145,22 +146,29 @@ class EpochBatches(Sampler):
         rank: int = 0,
         world_size: int = 1,
         subset: list[int] | None = None,
+        epochs: int = 1,
+        accum_iter: int = 1,
     ):
         self.num_samples = num_samples if subset is None else len(subset)
-        self.batch_size, self.seed, self.subset = batch_size, seed, subset
-        self.rank, self.world_size = rank, world_size
-        self.epoch = self.first_batch = 0
+        self.batch_size, self.seed, self.subset = batch_size, seed, None if subset is None else torch.tensor(subset)
+        self.rank, self.world_size, self.epochs, self.accum_iter = rank, world_size, epochs, accum_iter
+        self.start = (0, 0)
 
     def __len__(self) -> int:
-        return self.num_samples // (self.batch_size * self.world_size)
+        return self.num_samples // (self.batch_size * self.world_size * self.accum_iter) * self.accum_iter
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        order = torch.randperm(self.num_samples, generator=generator("order", self.seed, self.epoch)).tolist()
+        first_epoch, first_batch = self.start
+        for epoch in range(first_epoch, self.epochs):
+            yield from self.of_epoch(epoch, first_batch if epoch == first_epoch else 0)
+
+    def of_epoch(self, epoch: int, first_batch: int = 0) -> Iterator[list[tuple[int, int]]]:
+        order = torch.randperm(self.num_samples, generator=generator("order", self.seed, epoch))
         if self.subset is not None:
-            order = [self.subset[i] for i in order]
-        for batch in range(self.first_batch, len(self)):
+            order = self.subset[order]
+        for batch in range(first_batch, len(self)):
             start = (batch * self.world_size + self.rank) * self.batch_size
-            yield [(self.epoch, index) for index in order[start : start + self.batch_size]]
+            yield [(epoch, index) for index in order[start : start + self.batch_size].tolist()]
 
 
 class BadImages:
@@ -204,6 +212,7 @@ class ImageLoader:
         collate_fn: Callable[[Samples], Batch] | None = None,
     ):
         self.dataset, self.batches = dataset, batches
+        self.start, self._next = (0, 0), None
         self.bad_images = BadImages(dataset, fate="replaced by another")
         self.loader = build_data_loader(
             dataset,
@@ -216,13 +225,19 @@ class ImageLoader:
 
     def set_epoch(self, epoch: int, first_batch: int = 0) -> None:
         """What to iterate over next; batches before `first_batch` are not even loaded."""
-        self.batches.epoch, self.batches.first_batch = epoch, first_batch
+        self.start = (epoch, first_batch)
 
     def __len__(self) -> int:
         return len(self.batches)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        for (imgs, labels, bad), keys in zip(self.loader, self.batches, strict=True):
+        epoch, first_batch = self.start
+        if self.start != self._next:  # otherwise the workers have begun on it
+            self.batches.start = self.start
+            self._stream = iter(self.loader)
+        for batch, keys in enumerate(self.batches.of_epoch(epoch, first_batch), start=first_batch + 1):
+            imgs, labels, bad = next(self._stream)
+            self._next = (epoch, batch) if batch < len(self) else (epoch + 1, 0)
             self.bad_images.add([name for names in bad for name in names])
             index = torch.tensor([index for _, index in keys])
             yield imgs, labels, index.pin_memory() if labels.is_pinned() else index
@@ -270,7 +285,9 @@ def build_train_loader(
 ) -> ImageLoader:
     """This process's share of every batch; `subset` as in `EpochBatches`, `collate_fn` as in `ImageLoader`."""
     dataset = AugmentedDataset(source, augmentation, seed, args.max_bad_images)
-    batches = EpochBatches(len(dataset), args.batch_size, seed, get_rank(), get_world_size(), subset)
+    batches = EpochBatches(
+        len(dataset), args.batch_size, seed, get_rank(), get_world_size(), subset, args.epochs, args.accum_iter
+    )
     pin_mem = args.pin_mem and str(args.device).startswith("cuda")
     return ImageLoader(dataset, batches, num_workers=args.num_workers, pin_mem=pin_mem, collate_fn=collate_fn)
 

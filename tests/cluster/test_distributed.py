@@ -114,7 +114,8 @@ def test_an_exception_on_one_process_ends_all_with_its_traceback(background, tmp
 
 
 def test_a_process_that_dies_is_reported_within_seconds(background, tmp_path):
-    process, said = background(torchrun(2, ROOT / "main_pretrain.py", *SMALL, "--output_dir", tmp_path / "out"))
+    flags = (*SMALL, "--save_minutes", 0, "--output_dir", tmp_path / "out")
+    process, said = background(torchrun(2, ROOT / "main_pretrain.py", *flags))
     wait_for("epoch 1/50 done", said, process)
     launcher, _, second, *_ = sorted(processes_with(str(tmp_path / "out")))
     assert launcher == process.pid

@@ -2,11 +2,12 @@
 
 import os
 import resource
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import DATA
-from small_runs import SMALL, assert_same_training, checkpoint, log_lines
+from small_runs import SMALL, assert_identical, assert_same_training, checkpoint, log_lines
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
@@ -15,18 +16,22 @@ import models_mae
 import util.checkpoint
 from main_pretrain import get_args_parser
 from models_mae import mae_vit_micro_patch4
-from util.cli import STOP_SIGNALS, Interrupted
+from util.cli import STOP_SIGNALS, Interrupted, UserError
 from util.training import progress as journal
+from util.training import resume
 from util.training.resume import differences
 from util.training.saver import Saver
 
+MAPS = Path("/proc/self/maps")
+
 
 def test_resumed_run_equals_an_uninterrupted_one(cli, tmp_path, monkeypatch):
-    flags = (*SMALL, "--epochs", 3, "--save_every", 1, "--knn_every", 1)
+    """Killed two epochs after its last checkpoint: these are trained, logged and shown again."""
+    flags = (*SMALL, "--epochs", 4, "--save_every", 1, "--knn_every", 1)
     assert cli(*flags, "--output_dir", tmp_path / "whole")[0] == 0
 
     def stop_before_the_last_epoch(*args, **kwargs):
-        if args[4] == 2:
+        if args[4] == 3:
             raise KeyboardInterrupt
         return original(*args, **kwargs)
 
@@ -34,15 +39,22 @@ def test_resumed_run_equals_an_uninterrupted_one(cli, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(main_pretrain, "train_one_epoch", stop_before_the_last_epoch)
         assert cli(*flags, "--output_dir", tmp_path / "parts")[0] == 130
+    for name in (1, 2, "last"):
+        (tmp_path / "parts" / f"checkpoint-{name}.pth").unlink()
     code, _, err = cli(*flags, "--output_dir", tmp_path / "parts")
     assert code == 2
     assert "add --resume auto" in err
-    assert cli(*flags, "--output_dir", tmp_path / "parts", "--resume", "auto")[0] == 0
-    assert_same_training(checkpoint(tmp_path / "whole", 2), checkpoint(tmp_path / "parts", 2))
+    code, _, err = cli(*flags, "--output_dir", tmp_path / "parts", "--resume", "auto")
+    assert code == 0
+    assert "log.txt: dropped 2 lines of epochs that are trained again" in err
+    assert_same_training(checkpoint(tmp_path / "whole", 3), checkpoint(tmp_path / "parts", 3))
     assert log_lines(tmp_path / "parts") == log_lines(tmp_path / "whole")
+    events = EventAccumulator(str(tmp_path / "parts"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train_loss")] == [1000, 2000, 3000, 4000]
     file = tmp_path / "whole" / "checkpoint-1.pth"
     assert cli(*flags, "--output_dir", tmp_path / "file", "--resume", file)[0] == 0
-    assert_same_training(checkpoint(tmp_path / "whole", 2), checkpoint(tmp_path / "file", 2))
+    assert_same_training(checkpoint(tmp_path / "whole", 3), checkpoint(tmp_path / "file", 3))
 
 
 def test_checkpoints_in_time_and_in_number(cli, tmp_path):
@@ -173,6 +185,38 @@ def test_resume_auto_passes_over_a_damaged_checkpoint(cli, tmp_path):
     assert_same_training(whole, checkpoint(tmp_path))
 
 
+def test_the_first_process_checks_a_checkpoint_for_all_and_nobody_keeps_it_mapped(tmp_path, monkeypatch):
+    args = get_args_parser().parse_args([*SMALL, "--lr", "0.1"])
+    main_pretrain.check_args(args)
+    args.cmm_lr, file = args.lr, tmp_path / "checkpoint-0.pth"
+    state, other = (main_pretrain.build_networks(args, torch.device("cpu")) for _ in range(2))
+    for network, optimizer in ((state.model, state.optimizer), (state.cmm, state.optimizer_cmm)):
+        sum(p.square().sum() for p in network.parameters() if p.requires_grad).backward()
+        optimizer.step()
+    util.checkpoint.save_checkpoint(file, state.state_dict())
+    loaded = resume.load_for_all(str(file))
+    assert str(file) in MAPS.read_text()
+    other.load(loaded, str(file))
+    del loaded
+    assert str(file) not in MAPS.read_text(), "it may be deleted, even from another machine"
+    assert_identical(other.state_dict(), state.state_dict())
+
+    with monkeypatch.context() as patch:  # another process relies on the first
+        patch.setattr(resume, "is_main_process", lambda: False)
+        patch.setattr(util.checkpoint, "check_sums", None)
+        assert resume.load_for_all(str(file)).keys() == state.state_dict().keys()
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(UserError, match="checksum") as first:
+        resume.load_for_all(str(file))
+    monkeypatch.setattr(resume, "is_main_process", lambda: False)
+    monkeypatch.setattr(resume, "gather_objects", lambda value: [str(first.value), value])
+    with pytest.raises(UserError) as second:
+        resume.load_for_all(str(file))
+    assert str(second.value) == str(first.value)
+
+
 @pytest.fixture
 def full_disk(monkeypatch):
     """A set of names: checkpoints of these the system refuses to write in full."""
@@ -203,7 +247,7 @@ def test_full_disk_is_reported_and_the_run_goes_on(cli, tmp_path, full_disk):
 
 def test_full_disk_at_the_end_keeps_the_checkpoint_before(cli, tmp_path, full_disk):
     full_disk.add("checkpoint-1.pth")
-    code, _, err = cli(*SMALL, "--output_dir", tmp_path)
+    code, _, err = cli(*SMALL, "--output_dir", tmp_path, "--save_minutes", 0)
     assert code == 2
     assert "cannot write the checkpoint" in err
     assert "(File too large); what was there before is untouched" in err

@@ -163,6 +163,22 @@ def test_second_name_survives_a_new_file_under_the_first(tmp_path, monkeypatch):
         monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(OSError(1, "no hard links here")))
 
 
+def test_a_link_that_was_made_although_the_system_reports_an_error_harms_nothing(tmp_path, monkeypatch):
+    """On NFS, where the answer was lost and the question repeated."""
+
+    def link_and_fail(*names, original=os.link):
+        original(*names)
+        raise FileExistsError(17, "File exists")
+
+    monkeypatch.setattr(os, "link", link_and_fail)
+    save_checkpoint(tmp_path / "checkpoint-last.pth", {"epoch": 18})
+    save_checkpoint(tmp_path / "checkpoint-19.pth", {"epoch": 19})
+    link_checkpoint(tmp_path / "checkpoint-19.pth", tmp_path / "checkpoint-last.pth")
+    assert load_checkpoint(tmp_path / "checkpoint-last.pth")["epoch"] == 19
+    assert os.path.samefile(tmp_path / "checkpoint-last.pth", tmp_path / "checkpoint-19.pth"), "and nothing is copied"
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-19.pth", "checkpoint-last.pth"]
+
+
 def test_weights_of_another_architecture_name_the_first_mismatch():
     model = torch.nn.Linear(3, 2)
     with pytest.raises(UserError, match=r"x.pth has weight of shape \(4, 4\), but this model needs \(2, 3\)"):

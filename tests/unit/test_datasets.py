@@ -10,6 +10,7 @@ import pytest
 import torch
 from own_source import Greys
 from PIL import Image
+from processes import wait_until
 
 from main_pretrain import check_args, get_args_parser
 from util.cli import UserError
@@ -127,13 +128,44 @@ class Whoami(Greys):
 
 def test_workers_start_once():
     dataset = AugmentedDataset(Whoami([0] * 40), pretrain_augmentation(parse("--data_set", "shapes")), seed=0)
-    loader = ImageLoader(dataset, EpochBatches(40, 4, seed=0), num_workers=2)
+    loader = ImageLoader(dataset, EpochBatches(40, 4, seed=0, epochs=3), num_workers=2)
     processes = []
     for epoch in range(3):
         loader.set_epoch(epoch)
         processes.append({pid for _, labels, _ in loader for pid in labels.tolist()})
     assert processes[0] == processes[1] == processes[2]
     assert len(processes[0] - {os.getpid()}) == min(2, len(os.sched_getaffinity(0)))
+
+
+class Noted(AugmentedDataset):
+    """Notes each (epoch, index) that is loaded, in whatever process."""
+
+    def view(self, data, key):
+        with open(self.notes, "a") as file:
+            file.write("{} {}\n".format(*key))
+        return super().view(data, key)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_epoch_is_loaded_while_the_one_before_it_ends(tmp_path, workers):
+    dataset = Noted(Greys([0] * 23), pretrain_augmentation(parse("--data_set", "shapes")), seed=0)
+    dataset.notes = tmp_path / "notes"
+    # Four of five batches: the last would begin an accumulation that the epoch does not complete.
+    loader = ImageLoader(dataset, EpochBatches(23, 4, seed=0, epochs=3, accum_iter=2), num_workers=workers)
+
+    def indices(epoch, first_batch=0):
+        loader.set_epoch(epoch, first_batch)
+        return [index.tolist() for _, _, index in loader]
+
+    whole = [indices(0)]
+    if workers:
+        wait_until(lambda: "\n1 " in dataset.notes.read_text(), seconds=60)
+    whole += [indices(1), indices(2)]
+    assert [len(epoch) for epoch in whole] == [4, 4, 4]
+    once = [f"{epoch} {index}" for epoch, batches in enumerate(whole) for batch in batches for index in batch]
+    assert dataset.notes.read_text().split("\n") == [*once, ""], "nothing twice, nothing after the last epoch"
+    for epoch, first_batch in ((2, 1), (0, 3), (1, 0)):
+        assert indices(epoch, first_batch) == whole[epoch][first_batch:], "resuming starts anywhere"
 
 
 @pytest.mark.parametrize("in_chans", [1, 3, 4])
@@ -177,8 +209,7 @@ def test_ranks_share_the_global_batches_of_one_process():
     sampler = EpochBatches(103, 8, seed=3)
     seen = {index for batch in sampler for _, index in batch}
     assert len(seen) == 96, "no image twice in an epoch"
-    sampler.epoch = 1
-    assert list(sampler) != whole
+    assert list(sampler.of_epoch(1)) != whole
 
 
 def test_class_folders(class_folders):

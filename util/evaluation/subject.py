@@ -151,7 +151,7 @@ def classes_of_training(checkpoint: Path | None, args: Namespace) -> list[str] |
     """The classes that the checkpoint was trained on, if the data has more and no flag chooses; else None."""
     if checkpoint is None or args.data_set != "folder" or args.num_classes or args.class_list:
         return None
-    trained = (load_checkpoint(checkpoint, lazily=True).get("args") or {}).get("classes")
+    trained = (load_checkpoint(checkpoint, check=False, mapped=True).get("args") or {}).get("classes")
     if not trained or not set(trained) < set(available := available_classes(args)):
         return None
     if args.num_classes == 0:

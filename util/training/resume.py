@@ -72,6 +72,8 @@ def load_optimizer(optimizer: Optimizer, state: dict, network: nn.Module | None)
     optimizer.load_state_dict(state)
     for group, values in zip(optimizer.param_groups, own, strict=True):
         group.update(values)
+    for tensors in optimizer.state.values():  # torch takes tensors of the right device as they are: parts of the file
+        tensors.update({name: value.clone() for name, value in tensors.items() if getattr(value, "is_cpu", False)})
 
 
 def with_decaying_tokens(state: dict, network: nn.Module) -> dict:
@@ -103,7 +105,7 @@ def start_pretraining(state: TrainingState, steps_per_epoch: int, args: Namespac
     found = checkpoint_to_resume(args)
     if found is None:
         if args.init:
-            load_init(state, ckpt.load_checkpoint(args.init), args.init)
+            load_init(state, load_for_all(args.init), args.init)
         start = Start(args.start_epoch)
     elif "optimizer" not in found[0]:  # upstream's released models, for one
         load_init(state, *found)
@@ -126,7 +128,7 @@ def checkpoint_to_resume(args: Namespace) -> tuple[dict, str] | None:
     if args.resume == "auto":
         return newest_for_all(folder)
     if args.resume:
-        return ckpt.load_checkpoint(args.resume), args.resume
+        return load_for_all(args.resume), args.resume
     if folder and ckpt.any_checkpoint(folder):
         raise UserError(
             f"--output_dir {folder} holds another run's checkpoints; add --resume auto to continue it, "
@@ -135,12 +137,25 @@ def checkpoint_to_resume(args: Namespace) -> tuple[dict, str] | None:
     return None
 
 
+def load_for_all(path: str) -> dict:
+    """A checkpoint, mapped by every process. The first verifies it for all; if it is damaged, they end alike."""
+    checkpoint, problem = None, None
+    if is_main_process():
+        try:
+            checkpoint = ckpt.load_checkpoint(path, mapped=True)
+        except UserError as error:
+            problem = str(error)
+    if problem := gather_objects(problem)[0]:
+        raise UserError(problem)
+    return checkpoint or ckpt.load_checkpoint(path, check=False, mapped=True)
+
+
 def newest_for_all(folder: Path | None) -> tuple[dict, str] | None:
-    """The first process chooses, so that all take the same file."""
+    """The first process chooses and checks, so that all take the same file."""
     newest = ckpt.newest_checkpoint(folder) if folder and is_main_process() else None
     path = gather_objects(newest and str(newest[1]))[0]
     if path is not None:
-        return (newest[0] if newest else ckpt.load_checkpoint(path)), path
+        return (newest[0] if newest else ckpt.load_checkpoint(path, check=False, mapped=True)), path
     if folder and ckpt.any_checkpoint(folder):
         raise UserError(f"none of the checkpoints in {folder} can be read; remove them to start from the beginning")
     logger.info("--resume auto: no checkpoint in %s, starting from the beginning", folder)

@@ -4,6 +4,7 @@ import signal
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,11 @@ class StopRequest:
 
 
 class Saver:
-    """Saves by the clock, after epochs, and when a signal asks the run to stop. Only the first process writes.
+    """Saves by the clock, every few epochs, at the end, and when a signal asks the run to stop. Only the first process
+    writes.
+
+    Training waits until its state is copied to host memory, not for the disk: a thread writes the copy. The next save
+    and leaving the context wait for the thread. Loaders may be forked meanwhile: they use nothing that it holds.
 
     `moment` gives what explains a checkpoint beside its flags, for (epoch, step).
     """
@@ -87,27 +92,31 @@ class Saver:
         self.state, self.stop, self.log_writer, self.args, self.moment = state, stop, log_writer, args, moment
         self.folder = Path(args.output_dir) if args.output_dir else None
         self._saved_at = time.monotonic()
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._written: Future | None = None
+
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.join()
 
     def after_update(self, step: int, log: EpochLog) -> None:
         """Save if it is time; if a signal came, save and stop the run."""
         stopping = self.stop.agreed()
         if stopping or self.due():
-            self.write(ckpt.LAST, log.epoch - 1, step, log, insist=stopping)
+            self.save(ckpt.LAST, log.epoch - 1, step, log, insist=stopping)
         if stopping:
             self.end(step)
 
     def after_epoch(self, epoch: int, step: int) -> None:
-        """Save, under the epoch's number too where that is due; the last epoch's always is."""
+        """Save if it is time; under the epoch's number where that is due, which the last epoch's always is."""
         finished = epoch + 1 == self.args.epochs
         stopping = not finished and self.stop.agreed()
         if finished or (epoch + 1) % self.args.save_every == 0:
-            # The numbered file comes first: a run killed between the two finds it and lacks nothing.
-            numbered = f"checkpoint-{epoch}.pth"
-            if self.write(numbered, epoch, step, insist=finished or stopping):
-                self.link_last(numbered)
-                self.drop_old()
-        else:
-            self.write(ckpt.LAST, epoch, step, insist=stopping)
+            self.save(f"checkpoint-{epoch}.pth", epoch, step, insist=finished or stopping)
+        elif stopping or self.args.save_minutes == 0 or self.due():
+            self.save(ckpt.LAST, epoch, step, insist=stopping)
         if finished:
             wait_for_the_writer()
         elif stopping:
@@ -118,11 +127,12 @@ class Saver:
         minutes = self.args.save_minutes
         return is_main_process() and minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
 
-    def write(self, name: str, epoch: int, step: int, log: EpochLog | None = None, insist: bool = False) -> bool:
-        """Whether the checkpoint was written. A disk that is full now may have room in a quarter of an hour, so only
-        checkpoints without a successor `insist`."""
+    def save(self, name: str, epoch: int, step: int, log: EpochLog | None = None, insist: bool = False) -> None:
+        """Write a checkpoint in the background. A disk that is full now may have room in a quarter of an hour, so only
+        checkpoints without a successor `insist`: they are waited for, and an error is raised."""
         if self.folder is None or not is_main_process():
-            return False
+            return
+        self.join()  # before the next copy: there is at most one
         self.check_finite(epoch, step)
         if self.log_writer is not None:
             self.log_writer.flush()  # what is shown up to here is not shown again after resuming
@@ -135,26 +145,40 @@ class Saver:
             args=self.args,
         )
         self._saved_at = time.monotonic()
+        self._written = self._thread.submit(self.write, self.folder / name, ckpt.on_host(checkpoint), insist)
+        if insist:
+            self.join()
+
+    def write(self, path: Path, checkpoint: dict, insist: bool) -> None:
+        """In the thread. A numbered checkpoint becomes the last, too."""
         try:
-            ckpt.save_checkpoint(self.folder / name, checkpoint)
+            ckpt.save_checkpoint(path, checkpoint)
         except UserError as error:
             if insist:
                 raise
             logger.error("%s; training continues, and saving is tried again in time", error)
-            return False
-        return True
-
-    def link_last(self, numbered: str) -> None:
-        if self.folder is None:
             return
-        try:
-            ckpt.link_checkpoint(self.folder / numbered, self.folder / ckpt.LAST)
-        except OSError as error:
-            logger.error("cannot write %s: %s", self.folder / ckpt.LAST, error.strerror)
+        if path.name != ckpt.LAST:
+            # The numbered file comes first: a run killed between the two finds it and lacks nothing.
+            self.link_last(path)
+            self.drop_old(path.parent)
 
-    def drop_old(self) -> None:
-        if self.folder is not None and self.args.keep:
-            for path in ckpt.numbered_checkpoints(self.folder)[self.args.keep :]:
+    def join(self) -> None:
+        """Wait for the thread."""
+        written, self._written = self._written, None
+        if written is not None:
+            written.result()
+
+    def link_last(self, numbered: Path) -> None:
+        last = numbered.with_name(ckpt.LAST)
+        try:
+            ckpt.link_checkpoint(numbered, last)
+        except OSError as error:
+            logger.error("cannot write %s: %s", last, error.strerror)
+
+    def drop_old(self, folder: Path) -> None:
+        if self.args.keep:
+            for path in ckpt.numbered_checkpoints(folder)[self.args.keep :]:
                 path.unlink(missing_ok=True)
 
     def check_finite(self, epoch: int, step: int) -> None:
