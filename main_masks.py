@@ -32,6 +32,7 @@ def get_args_parser() -> ArgumentParser:
 answer_early(__name__, get_args_parser)
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -140,14 +141,14 @@ def measure_run(name: str, paths: list[Path], judge: Snapshot | None, args: Name
 def measure_file(name: str, path: Path, judge: Snapshot | None, args: Namespace) -> Measured:
     """Masks from an .npz. Image names may be relative to the file, or to --data_path."""
     arrays = read_arrays(path, {"images": "U", "mask": "biuf"}, "give an .npz with `images` and `mask`")
-    names = arrays["images"].ravel().tolist()
-    mask = torch.from_numpy(arrays["mask"].astype(np.float32)).reshape(len(arrays["mask"]), -1)
+    names, mask = arrays["images"].ravel().tolist(), torch.from_numpy(np.atleast_2d(arrays["mask"]).astype(np.float32))
+    mask = mask.flatten(1)
     if len(names) != len(mask) or not bool(((mask == 0) | (mask == 1)).all()):
         raise UserError(f"{path}: `mask` needs a row of zeros (keep) and ones (remove) for each of {len(names)} images")
     if judge is None:
         raise UserError(f"{path}: masks without a run need --judge RUN, which also tells the size of the images")
     roots = [Path(), path.parent, Path(args.data_path)]
-    files = [next((root / each for root in roots if (root / each).is_file()), None) for each in names]
+    files = [next((root / each for root in roots if os.path.isfile(root / each)), None) for each in names]
     if None in files:
         raise UserError(f"{path} names {names[files.index(None)]}, which is neither beside it nor in --data_path")
     images = read_images(ImageList([(str(file), 0) for file in files], classes=[]), len(files), args.seed)

@@ -194,24 +194,25 @@ def flags_named(parser: argparse.ArgumentParser, args: argparse.Namespace) -> It
         path = error.filename
         if path is None and error.errno in DISK_FULL:  # writing does not say where; what programs write goes here
             path = getattr(args, "output_dir", None)
-        if isinstance(path, str | bytes | os.PathLike) and (given := flag_of(os.fsdecode(path), parser, args)):
-            place = given if given.endswith(str(path)) else f"{given}: {os.fsdecode(path)}"
-            raise UserError(f"{place}: {error.strerror}") from None
-        raise
+        flag = flag_of(os.fsdecode(path), parser, args) if isinstance(path, str | bytes | os.PathLike) else None
+        if flag is None:
+            raise
+        raise UserError(f"{flag}: {error.strerror}") from None
 
 
 def flag_of(path: str, parser: argparse.ArgumentParser, args: argparse.Namespace) -> str | None:
-    """The flag and value that `path` comes from: the value itself, below it, or a folder on the way to it."""
-    found, most = None, 0
+    """The flag and value that `path` comes from: the value itself, a path below it, or a folder on the way to it."""
+    found, most, place = None, 0, os.path.abspath(path)
     for action in parser._actions:
         value = getattr(args, action.dest, None)
         for given in value if isinstance(value, list) else [value]:
             if not isinstance(given, str) or not given:
                 continue
-            ends = [os.path.abspath(path), os.path.abspath(given)]
-            common = os.path.commonpath(ends)
-            if common in ends and len(common) > most:
-                found, most = " ".join([*action.option_strings[:1], given]), len(common)
+            whole = os.path.abspath(given)
+            common = os.path.commonpath([place, whole])
+            if common in (place, whole) and len(common) > most:
+                names = [*action.option_strings[:1], given]  # a positional argument has no flag
+                found, most = " ".join(names) + ("" if place == whole else f": {path}"), len(common)
     return found
 
 

@@ -6,6 +6,7 @@ Each format has one function that makes any text safe in it: `plain`, `markdown`
 import csv
 import io
 import re
+import unicodedata
 from dataclasses import dataclass
 from typing import Any
 
@@ -248,7 +249,8 @@ def tex_number(cell: Cell) -> str:
 def csv_text(text: str) -> str:
     """The single quote keeps spreadsheets from running the text as a formula."""
     text = plain(text)
-    return f"'{text}" if text.lstrip().startswith(("=", "+", "-", "@")) else text
+    start = unicodedata.normalize("NFKC", text).lstrip()[:1]  # some spreadsheets take a full-width = for one, too
+    return f"'{text}" if start in ("=", "+", "-", "@") else text
 
 
 def as_csv(rows: list[Comparison], names: list[str]) -> str:

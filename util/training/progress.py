@@ -17,6 +17,7 @@ from util.misc import get_world_size, is_main_process
 from util.training.resume import Start
 
 LOG = "log.txt"
+LARGEST = 1e100  # of a line's finite numbers; curves of larger ones cannot be drawn
 SHOWN = (
     *("loss", "cmm/loss", "lambda_cl", "mask/visible", "mask/distinct", "mask/decisive", "mask/error_vs_random"),
     *("knn/acc1", "knn/acc5", "test/acc1", "test/acc5", "test/loss", "skipped_steps"),
@@ -212,7 +213,7 @@ def prepare_output(args: Namespace, start: Start, steps_per_epoch: int, classes:
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
             if classes:
-                write_text(output_dir / "classes.txt", "\n".join(classes) + "\n")
+                write_text(output_dir / "classes.txt", "".join(name.replace("\n", " ") + "\n" for name in classes))
             drop_log_lines(output_dir / LOG, start.epoch)
         except OSError as error:
             raise UserError(f"--output_dir {output_dir} cannot be written: {error.strerror}") from None
@@ -253,7 +254,8 @@ def read_log(path: Path) -> list[dict]:
 def parse_log_line(line: dict) -> dict:
     if not isinstance(line["epoch"], int) or not all(isinstance(value, int | float) for value in line.values()):
         raise TypeError("a value is no number")
-    float(max(map(abs, line.values())))  # an integer may be too large for one
+    if any(math.isfinite(value) and abs(value) > LARGEST for value in line.values()):
+        raise ValueError("a number is absurd")
     return line
 
 
