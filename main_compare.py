@@ -84,13 +84,10 @@ def write_files(names: list[str], rows: list[Comparison], tables: list[Table], n
         "compare.tex": "% needs \\usepackage{booktabs}\n" + document(as_tex, tex_comment),
         "compare.csv": as_csv(rows, names),
     }
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            (folder / name).write_text(text, encoding="utf-8")
-        write_curves(names, [row for row in rows if row.protocol == FEW_SHOT], folder)
-    except OSError as error:
-        raise UserError(f"--output_dir {folder} cannot be written: {error.strerror or error}") from None
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    write_curves(names, [row for row in rows if row.protocol == FEW_SHOT], folder)
 
 
 def write_curves(names: list[str], rows: list[Comparison], folder: Path) -> None:

@@ -99,10 +99,7 @@ def save_draws(
         }
         for seed, drawn in zip(seeds, draws, strict=True)
     }
-    try:
-        path.write_text(json.dumps(lists, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"the drawn images cannot be written to {path}: {error.strerror}") from None
+    path.write_text(json.dumps(lists, indent=1) + "\n", encoding="utf-8")
 
 
 def main(args: Namespace) -> None:

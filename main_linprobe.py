@@ -82,7 +82,7 @@ from util import checkpoint as ckpt
 from util.datasets import build_train_loader, probe_augmentation
 from util.evaluation.features import FeatureSet
 from util.evaluation.metrics import accuracies, summary
-from util.evaluation.results import Outcome, Report, best_epoch, say_if_few_classes
+from util.evaluation.results import PROTOCOLS, Outcome, Report, best_epoch, say_if_few_classes
 from util.evaluation.subject import Subject, open_subject
 from util.evaluation.tables import show_accuracies, show_table
 from util.misc import amp_dtype, generator, get_world_size
@@ -227,10 +227,26 @@ def train_probe(
     return fits
 
 
+def check_probe(state: dict, path: str) -> None:
+    """Refuse a file that `main` did not write at the end of a probe."""
+    kinds = {"probe": list, "protocol": str, "settings": dict, "train_images": int, "classes": list}
+    whole = all(isinstance(state.get(name), kind) for name, kind in kinds.items()) and state["protocol"] in PROTOCOLS
+    if not whole or not state["probe"] or not all(map(is_head, state["probe"])):
+        raise UserError(f"--resume {path} is not the .pth of a finished linear probe")
+
+
+def is_head(entry: object) -> bool:
+    """Whether `entry` is a list of seeds, and the state of their heads."""
+    match entry:
+        case [[*seeds], {"bias": torch.Tensor()}]:
+            return all(isinstance(seed, int) for seed in seeds)
+    return False
+
+
 def restore_probe(state: dict, subject: Subject, path: str) -> list[Fit]:
     if state["classes"] != subject.classes:
         raise UserError(f"--resume {path} was trained for other classes than {subject.data_name} has")
-    if state["checkpoint_sha256"] != subject.checkpoint_sha256:
+    if state.get("checkpoint_sha256") != subject.checkpoint_sha256:
         logger.warning("%s was trained on the features of another checkpoint", path)
     fits = []
     for seeds, weights in state["probe"]:
@@ -243,8 +259,8 @@ def restore_probe(state: dict, subject: Subject, path: str) -> list[Fit]:
 def main(args: Namespace) -> None:
     check_args(args)
     finished = ckpt.load_checkpoint(args.resume) if args.eval else {}
-    if args.eval and "probe" not in finished:
-        raise UserError(f"--resume {args.resume} is not the .pth of a finished linear probe")
+    if args.eval:
+        check_probe(finished, args.resume)
     subject = open_subject(args)
     subject.check_outputs(args.nb_classes)
     report = Report(subject, finished.get("protocol", "linprobe-cached" if args.cache_features else "linprobe"))

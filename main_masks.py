@@ -32,6 +32,7 @@ def get_args_parser() -> ArgumentParser:
 answer_early(__name__, get_args_parser)
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -41,7 +42,9 @@ import torch
 from masking import hashed_uniform, mask_health
 from util.checkpoint import write_text
 from util.data.sources import ImageList
+from util.evaluation.features import file_hash
 from util.evaluation.forensics import BLOCK, difficulty, edge_contrast, edge_scores, mirror_correlation, verdicts
+from util.evaluation.results import read_arrays
 from util.evaluation.tables import show_table
 from util.misc import pick_device
 from util.plots.masks import forensics_figure
@@ -65,6 +68,8 @@ class Measured:
     """The masks of one moment of a run: metrics by name, and how often each position [h, w] is visible."""
 
     run: str
+    file: str  # checkpoint or .npz
+    sha256: str  # of that file
     epoch: int | None  # complete epochs; None where there is no run
     lambda_cl: float | None
     metrics: dict[str, float]
@@ -74,6 +79,7 @@ class Measured:
 
 def measure(
     name: str,
+    path: Path,
     mask: torch.Tensor,
     imgs: torch.Tensor,
     judge: Snapshot | None,
@@ -98,7 +104,9 @@ def measure(
     target = None if snapshot is None else 1 - snapshot.masking.settings.ratio(snapshot.epoch or 0)
     epoch = None if snapshot is None or snapshot.epoch is None else snapshot.epoch + 1
     positions = (1 - mask).mean(dim=0).reshape(grid).tolist()
-    return Measured(name, epoch, weight, metrics, verdicts(metrics, target, weight), positions)
+    return Measured(
+        name, str(path), file_hash(path), epoch, weight, metrics, verdicts(metrics, target, weight), positions
+    )
 
 
 def grid_of(mask: torch.Tensor, imgs: torch.Tensor) -> tuple[int, int]:
@@ -126,29 +134,27 @@ def measure_run(name: str, paths: list[Path], judge: Snapshot | None, args: Name
         imgs = as_input(images, snapshot, device)
         parts = enumerate(imgs.split(BLOCK))
         mask = torch.cat([snapshot.mask(part, args.seed, first=at * BLOCK).mask for at, part in parts])
-        found.append(measure(name, mask, imgs, judge, args, snapshot))
+        found.append(measure(name, path, mask, imgs, judge, args, snapshot))
     return found
 
 
 def measure_file(name: str, path: Path, judge: Snapshot | None, args: Namespace) -> Measured:
     """Masks from an .npz. Image names may be relative to the file, or to --data_path."""
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            names, mask = file["images"].tolist(), torch.from_numpy(file["mask"].astype(np.float32)).flatten(1)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{path} is not an .npz with `images` and `mask`: {error}") from None
+    arrays = read_arrays(path, {"images": "U", "mask": "biuf"}, "give an .npz with `images` and `mask`")
+    names, mask = arrays["images"].ravel().tolist(), torch.from_numpy(np.atleast_2d(arrays["mask"]).astype(np.float32))
+    mask = mask.flatten(1)
     if len(names) != len(mask) or not bool(((mask == 0) | (mask == 1)).all()):
         raise UserError(f"{path}: `mask` needs a row of zeros (keep) and ones (remove) for each of {len(names)} images")
     if judge is None:
         raise UserError(f"{path}: masks without a run need --judge RUN, which also tells the size of the images")
     roots = [Path(), path.parent, Path(args.data_path)]
-    files = [next((root / each for root in roots if (root / each).is_file()), None) for each in names]
+    files = [next((root / each for root in roots if os.path.isfile(root / each)), None) for each in names]
     if None in files:
         raise UserError(f"{path} names {names[files.index(None)]}, which is neither beside it nor in --data_path")
     images = read_images(ImageList([(str(file), 0) for file in files], classes=[]), len(files), args.seed)
     if len(images) != len(files):
         raise UserError(f"{path}: some of its images cannot be read")
-    return measure(name, mask, as_input(images, judge, pick_device(args.device)), judge, args)
+    return measure(name, path, mask, as_input(images, judge, pick_device(args.device)), judge, args)
 
 
 def load_judge(args: Namespace) -> Snapshot | None:
@@ -199,12 +205,9 @@ def report(found: list[Measured]) -> None:
 
 
 def write_measures(found: list[Measured], folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / "masks.json", json.dumps([asdict(each) for each in found], indent=1) + "\n")
-        save_figure(forensics_figure([asdict(each) for each in found]), folder / "masks", ["png"])
-    except OSError as error:
-        raise UserError(f"--output_dir {folder} cannot be written: {error.strerror}") from None
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / "masks.json", json.dumps([asdict(each) for each in found], indent=1) + "\n")
+    save_figure(forensics_figure([asdict(each) for each in found]), folder / "masks", ["png"])
     logger.info("%s, %s", folder / "masks.json", folder / "masks.png")
 
 

@@ -113,19 +113,16 @@ def main(args: Namespace) -> None:
         args.grid = ["masks"]
     runs = checkpoints_by_run(args)
     written = []
-    try:
-        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-        if args.grid or args.animate:
-            first = next(iter(runs.values()))[0]
-            source = open_source(args, load_snapshot(first, "", args.norm_pix_loss))
-            written += draw_grids(runs, source, args)
-        if args.animate:
-            written += draw_animations(runs, source, args)
-        if args.curve:
-            logs = {name: read_log(Path(path)) for name, path in zip(args.names, args.runs, strict=True)}
-            written += save_figure(curve_figure(logs), Path(args.output_dir) / "curves", args.format)
-    except OSError as error:
-        raise UserError(f"--output_dir {args.output_dir} cannot be written: {error.strerror or error}") from None
+    Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+    if args.grid or args.animate:
+        first = next(iter(runs.values()))[0]
+        source = open_source(args, load_snapshot(first, "", args.norm_pix_loss))
+        written += draw_grids(runs, source, args)
+    if args.animate:
+        written += draw_animations(runs, source, args)
+    if args.curve:
+        logs = {name: read_log(Path(path)) for name, path in zip(args.names, args.runs, strict=True)}
+        written += save_figure(curve_figure(logs), Path(args.output_dir) / "curves", args.format)
     for path in written:
         logger.info("%s", path)
 

@@ -17,6 +17,7 @@ import torch
 from models_mae import MaskedAutoencoderViT, build_mae, check_divisible, vit_layer_norm
 from util.checkpoint import (
     LAST,
+    check_numbers,
     check_weights,
     load_checkpoint,
     load_weights,
@@ -215,6 +216,10 @@ def encoder_weights(checkpoint: dict, source: str) -> dict[str, torch.Tensor]:
     weights = weights_of(checkpoint)
     if not isinstance(weights, dict) or "patch_embed.proj.weight" not in weights:
         raise UserError(f"{source} holds no patch_embed.proj.weight: it is not a checkpoint of a MAE or ViT")
+    check_numbers(weights, source)
+    for key, axes in {"patch_embed.proj.weight": 4, "pos_embed": 3}.items():  # they tell the size of the model
+        if key in weights and weights[key].ndim != axes:
+            raise UserError(f"{source}: {key} has shape {tuple(weights[key].shape)}, not {axes} axes")
     return {key: value for key, value in weights.items() if not key.startswith(("decoder_", "mask_token", "head."))}
 
 

@@ -29,7 +29,7 @@ from util.arguments import DATA_SETS
 from util.checkpoint import write_text
 from util.cli import ArgumentParser, UserError, logger, run
 from util.data.sources import build_source
-from util.evaluation.tables import SIGNIFICANT, Table, as_markdown, as_text
+from util.evaluation.tables import SIGNIFICANT, Table, as_markdown, as_text, markdown
 from util.training.launcher import add_resource_arguments
 
 
@@ -115,7 +115,7 @@ def report(name: str, runs: list[Run], failed: dict[Run, str], args: Namespace) 
     logger.info("%s", "\n\n".join([f"\n{recipe.title}", *map(as_text, tables)]))
     finished = [each for each in runs if each not in failed and each.checkpoint().exists()]
     parts = [f"# {recipe.title}", conditions(name, runs[0], finished, args), *map(as_markdown, tables)]
-    parts += ["\n".join(f"- {note}" for note in found)] if found else []
+    parts += ["\n".join(f"- {markdown(note)}" for note in found)] if found else []
     path = folder / f"{name}-{args.features}.md"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -133,7 +133,7 @@ def conditions(name: str, example: Run, finished: list[Run], args: Namespace) ->
     local = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})"
     hardware = local if args.cluster == "local" else f"{args.nodes} x {args.ngpus} GPUs of a cluster"
     return (
-        f"`python -m experiments.run {name}`, scale {args.scale}, data {data_name(args)}; {settings.model}, "
+        f"`python -m experiments.run {name}`, scale {args.scale}, data {markdown(data_name(args))}; {settings.model}, "
         f"{settings.epochs} epochs, seeds {', '.join(map(str, args.seeds))}, features {args.features}. "
         f"Commit {', '.join(commits) or 'none yet'}; {hardware}; torch {torch.__version__}."
     )

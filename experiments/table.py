@@ -1,6 +1,5 @@
 """The tables of a recipe: means and deviations over seeds, beside the paper's numbers; and the health of the masks."""
 
-import json
 import statistics
 
 import numpy as np
@@ -9,6 +8,7 @@ from experiments.plan import Run
 from util.evaluation.compare import check_same_images, mcnemar_of_seeds
 from util.evaluation.results import PROTOCOLS, Result, read_predictions
 from util.evaluation.tables import SIGNIFICANT, Cell, Group, Table, p_value
+from util.training.progress import read_log
 
 HEALTH = ("visible", "distinct", "hamming", "unseen", "decisive")  # of a run's last epoch
 ERROR = "mask_error_vs_random"
@@ -86,8 +86,8 @@ def health_table(rows: list[list[Run]]) -> Table:
     keys, lines = [f"train_mask_{name}" for name in HEALTH], []
     for runs in rows:
         files = [run.folder / "log.txt" for run in runs if run.checkpoint().exists()]
-        logs = [list(map(json.loads, file.read_text().splitlines())) for file in files if file.exists()]
-        logs = [log for log in logs if log and ERROR in log[-1]]
+        logs = [read_log(file) for file in files if file.exists()]
+        logs = [log for log in logs if ERROR in log[-1]]
         if not logs:
             continue
         cells = [mean_cell([log[-1][key] for log in logs if key in log[-1]]) for key in keys]

@@ -118,6 +118,11 @@ def add_result_arguments(parser: ArgumentParser) -> None:
     out.add_argument("--data_name", help="the data's name in tables; default: its folder or set")
     out.add_argument("--cache_dir", help="extracted features; default: features below --output_dir")
     out.add_argument("--no_cache", action="store_true", help="neither read nor write extracted features")
+    out.add_argument(
+        "--verify_cache",
+        action="store_true",
+        help="recognise images by their content, not by size and time of change; reads every file",
+    )
 
 
 def add_evaluation_arguments(parser: ArgumentParser) -> None:

@@ -20,7 +20,7 @@ import re
 import shutil
 import struct
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -141,7 +141,7 @@ def link_checkpoint(existing: Path, path: Path) -> None:
 def write_text(path: Path, text: str) -> None:
     """All or nothing, as `save_checkpoint`."""
     with replaced(path) as file:
-        file.write(text.encode())
+        file.write(os.fsencode(text))  # names of files need not be UTF-8
 
 
 def put_in_place(partial: Path, path: Path) -> None:
@@ -222,6 +222,7 @@ def load_weights(model: torch.nn.Module, state_dict: dict, source: str) -> None:
 
 def check_weights(model: torch.nn.Module, state_dict: dict, source: str) -> None:
     own = model.state_dict()
+    check_numbers(state_dict, source, counters={key for key, value in own.items() if not value.is_floating_point()})
     for key, value in own.items():
         if key in state_dict and value.shape != state_dict[key].shape:
             theirs, ours = tuple(state_dict[key].shape), tuple(value.shape)
@@ -232,6 +233,17 @@ def check_weights(model: torch.nn.Module, state_dict: dict, source: str) -> None
         raise UserError(
             f"{source} has {some_of(unexpected)}, which this model does not; is it a checkpoint of another model?"
         )
+
+
+def check_numbers(state_dict: dict, source: str, counters: Collection[str] = ()) -> None:
+    """Refuse what is no weight: all are finite floating-point tensors, but for `counters`, which are integers."""
+    for key, value in state_dict.items():
+        if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_quantized:
+            raise UserError(f"{source}: {key} is not a plain tensor")
+        if value.is_floating_point() == (key in counters) or value.dtype == torch.bool or value.is_complex():
+            raise UserError(f"{source}: {key} is of type {value.dtype}, which is no weight's")
+        if not bool(value.float().isfinite().all()):
+            raise UserError(f"{source}: {key} is not finite; did the training diverge? Take an earlier checkpoint")
 
 
 def some_of(keys: list[str], most: int = 5) -> str:

@@ -3,6 +3,8 @@ so that --help and a mistake in a flag are answered at once."""
 
 import argparse
 import datetime
+import errno
+import hashlib
 import json
 import logging
 import math
@@ -15,6 +17,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import NoReturn, TypeVar
 
 from tqdm import tqdm
@@ -23,6 +26,9 @@ logger = logging.getLogger("clmae")
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # requests for an orderly stop
 LOG_INTERVAL = 20  # iterations between reports
+LONGEST_NAME = 150  # bytes; file systems take 255, and a file's name holds more than this one
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+CONTROLS = re.compile(r"\033(?!\[[01]m)|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f]")  # all but \n, \t and our bold print
 Item = TypeVar("Item")
 
 
@@ -69,6 +75,9 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[override]
         argv = sys.argv[1:] if args is None else args
+        for word in argv:
+            if "\0" in word or word.encode(errors="ignore").decode() != word:
+                self.error(f"{word!a}: names and paths must be valid UTF-8")
         return super().parse_known_args([self.with_underscores(word) for word in argv], namespace)
 
     def with_underscores(self, word: str) -> str:
@@ -78,7 +87,7 @@ class ArgumentParser(argparse.ArgumentParser):
         return underscored + equals + value if known else word
 
     def error(self, message: str) -> NoReturn:
-        self.exit(UserError.exit_code, f"{self.prog}: {message} (see --help)\n")
+        self.exit(UserError.exit_code, f"{self.prog}: {plain(message)} (see --help)\n")
 
 
 def number(
@@ -122,8 +131,13 @@ seed_number = number(int, at_least=0)
 
 
 def file_name(name: str) -> str:
-    """A name, such as a data set's, as part of a file name."""
-    return re.sub(r"[^\w.-]+", "_", name)
+    """A name, such as a data set's, as part of a file name. One that is too long for a file ends in its hash."""
+    safe = re.sub(r"[^\w.-]+", "_", name)
+    if len(safe.encode()) <= LONGEST_NAME:
+        return safe
+    return (
+        safe.encode()[: LONGEST_NAME - 9].decode(errors="ignore") + "-" + hashlib.sha256(safe.encode()).hexdigest()[:8]
+    )
 
 
 def plain(text: str) -> str:
@@ -145,12 +159,13 @@ def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentPar
     args = parser.parse_args()
     setup_logging(timestamps)
     try:
-        main(args)
+        with flags_named(parser, args):
+            main(args)
     except (UserError, TrainingDiverged) as error:
         if int(os.environ.get("RANK", 0)) > 0:
             # Every process makes the same mistake. The launcher ends the others once the first has reported it.
             time.sleep(2)
-        logger.error("%s", error)
+        logger.error("%s", plain(str(error)))
         tell_torchrun(str(error))
         leave(error.exit_code)
     except Interrupted as error:
@@ -168,6 +183,37 @@ def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentPar
         report_failure(error)
         leave(1)
     leave(0, together=True)
+
+
+@contextmanager
+def flags_named(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Iterator[None]:
+    """Turn what the system says of a path into a UserError that names the flag, if the path comes from one."""
+    try:
+        yield
+    except OSError as error:
+        path = error.filename
+        if path is None and error.errno in DISK_FULL:  # writing does not say where; what programs write goes here
+            path = getattr(args, "output_dir", None)
+        flag = flag_of(os.fsdecode(path), parser, args) if isinstance(path, str | bytes | os.PathLike) else None
+        if flag is None:
+            raise
+        raise UserError(f"{flag}: {error.strerror}") from None
+
+
+def flag_of(path: str, parser: argparse.ArgumentParser, args: argparse.Namespace) -> str | None:
+    """The flag and value that `path` comes from: the value itself, a path below it, or a folder on the way to it."""
+    found, most, place = None, 0, os.path.abspath(path)
+    for action in parser._actions:
+        value = getattr(args, action.dest, None)
+        for given in value if isinstance(value, list) else [value]:
+            if not isinstance(given, str) or not given:
+                continue
+            whole = os.path.abspath(given)
+            common = os.path.commonpath([place, whole])
+            if common in (place, whole) and len(common) > most:
+                names = [*action.option_strings[:1], given]  # a positional argument has no flag
+                found, most = " ".join(names) + ("" if place == whole else f": {path}"), len(common)
+    return found
 
 
 def process_group():
@@ -233,7 +279,9 @@ class LineHandler(logging.StreamHandler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            tqdm.write(self.format(record), file=self.stream)
+            encoding = getattr(self.stream, "encoding", None) or "utf-8"
+            text = CONTROLS.sub(" ", self.format(record)).encode(encoding, "backslashreplace").decode(encoding)
+            tqdm.write(text, file=self.stream)
             self.flush()
         except Exception:  # as logging's own handlers do: a closed terminal must not end a run
             self.handleError(record)

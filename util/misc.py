@@ -59,8 +59,10 @@ def pick_device(name: str | None) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise UserError(f"--device {name!r} is not a torch device; use cuda or cpu") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"--device {name}: torch finds no GPU here; use --device cpu")
+    if device.type not in ("cuda", "cpu"):
+        raise UserError(f"--device {name} is not supported; use cuda or cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"--device {name}: torch finds no such GPU here; use --device cpu")
     return device
 
 

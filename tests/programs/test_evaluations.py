@@ -1,6 +1,7 @@
 """The evaluations as a user runs them: what they print, write and refuse, in one process and in two."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -361,7 +362,17 @@ BAD = {
     "not a head": ("linprobe", ("--eval", "--resume", "{checkpoint}"), "is not the .pth of a finished linear probe"),
     "negative rate": ("linprobe", ("--lr", "-1"), "argument --lr: -1 must be above 0"),
     "nothing to train": ("linprobe", ("--start_epoch", "3"), "--start_epoch 3 leaves none of the 3 --epochs"),
-    "log is a file": ("knn", ("--log_dir", "{tmp}/bad.pth"), "--log_dir cannot be written"),
+    "log is a file": ("knn", ("--log_dir", "{tmp}/bad.pth"), "bad.pth: File exists"),
+    "cache is a file": ("knn", ("--cache_dir", "{tmp}/bad.pth"), "--cache_dir {tmp}/bad.pth: File exists"),
+    "cache below a file": ("knn", ("--cache_dir", "{tmp}/bad.pth/x"), "bad.pth/x: Not a directory"),
+    "output too long": ("knn", ("--output_dir", "x" * 300), "File name too long"),
+    "checkpoint too long": ("knn", ("--finetune", "x" * 300), "File name too long"),
+    "binary class list": (
+        "knn",
+        ("--data_set", "folder", "--data_path", "{tmp}/single", "--split", "0.5", "--class_list", "{tmp}/binary"),
+        "--class_list {tmp}/binary is not a text file",
+    ),
+    "meta device": ("knn", ("--device", "meta"), "--device meta is not supported; use cuda or cpu"),
     "mpirun": ("knn", ("--dist_on_itp",), "use torchrun"),
     "rate 0": ("linprobe", ("--lr_grid", "0", "1"), "argument --lr_grid: 0 must be above 0"),
     "two kinds of rate": ("linprobe", ("--lr_grid", "1", "--lr", "1"), "and no --lr beside it"),
@@ -379,13 +390,51 @@ def test_bad_input_ends_with_one_clear_sentence(evaluate, tmp_path, monkeypatch,
     protocol, flags, expected = BAD[case]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.pth").write_bytes(b"PK")
+    (tmp_path / "binary").write_bytes(b"\xff\0\xfe")
     for path in ("flat", "single/a"):
         (tmp_path / path).mkdir(parents=True)
         Image.new("RGB", (20, 20)).save(tmp_path / path / "a.png")
     code, _, err = evaluate(protocol, *(flag.format(tmp=tmp_path, checkpoint=checkpoint) for flag in flags))
     assert code == 2
-    assert expected in err
+    assert expected.format(tmp=tmp_path) in err
     assert len(err.splitlines()) == 1, err
+
+
+ODD_PROBES = {
+    "no list": {"probe": 5},
+    "empty": {"probe": []},
+    "no state": {"probe": [[[0], {}]]},
+    "seeds in words": {"probe": [["x", {"bias": torch.zeros(1)}]]},
+    "a protocol of its own": {"protocol": "../x"},
+    "settings of nothing": {"settings": None},
+}
+
+
+@pytest.mark.parametrize("case", ODD_PROBES)
+def test_what_is_no_finished_probe_is_refused(evaluate, tmp_path, case):
+    probe = {"probe": [[[0], {"bias": torch.zeros(1)}]], "protocol": "linprobe", "settings": {}, "classes": []}
+    torch.save({**probe, "train_images": 1, **ODD_PROBES[case]}, tmp_path / "probe.pth")
+    code, _, err = evaluate("linprobe", "--eval", "--resume", tmp_path / "probe.pth")
+    assert (code, "probe.pth is not the .pth of a finished linear probe" in err) == (2, True)
+
+
+def test_class_folders_may_have_any_name(program, checkpoint, tmp_path, monkeypatch):
+    """Not UTF-8, with line breaks, escapes, formulas or as long as a name can be; and the data's folder, too."""
+    names = [b"caf\xe9", b"=cmd", b"a\nb", b"\x1b[31m", b"x" * 255]
+    place = os.fsencode(tmp_path) + b"/d\xe9ta"
+    for path in [os.path.join(place, split, name) for split in (b"train", b"val") for name in names]:
+        os.makedirs(path)
+        for index, colour in enumerate(("red", "blue")):
+            Image.new("RGB", (20, 20), colour).save(os.fsdecode(path) + f"/{index}.png")
+    monkeypatch.chdir(os.fsdecode(place))
+    common = ("--data_path", ".", "--num_workers", 0, "--device", "cpu", "--finetune", checkpoint)
+    for flags in ((main_knn,), (main_fewshot, "--shots", 1, "--runs", 1)):
+        code, out, err = program(*flags, *common, "--output_dir", tmp_path / "out")
+        assert (code, err) == (0, "")
+        assert "\033" not in out
+    code, _, err = program(main_fewshot, *common, "--output_dir", tmp_path / "out", "--shots", 3)
+    assert (code, len(err.splitlines())) == (2, 1)
+    assert program(main_compare, tmp_path / "out", "--output_dir", tmp_path / "compare")[0] == 0
 
 
 def test_a_head_that_explodes_ends_with_exit_code_3(evaluate):

@@ -16,7 +16,7 @@ from PIL import Image
 from scipy.stats import binom
 
 import main_compare
-from util.cli import logger
+from util.cli import logger, plain
 from util.evaluation.compare import Comparison, Gain, mcnemar
 from util.evaluation.results import FEW_SHOT, Score, read_predictions, read_results
 from util.evaluation.tables import gain_and_p, p_value, show_table, tallies
@@ -54,7 +54,7 @@ def add_result(folder, correct, correct5=None, protocol="knn", data="cifar10", i
     """Append a line and write its predictions: bool [R, N]; for few-shot {shots: bool [R, N]}."""
     folder.mkdir(parents=True, exist_ok=True)
     correct5 = right(0, 80) if correct5 is None else correct5
-    name = f"{protocol}-{data}-0.npz".replace("/", "_")
+    name = changed.get("predictions") or f"{protocol}-{data}-0.npz".replace("/", "_")
     if protocol == "fewshot":
         by_shots = {shots: accuracies(hits, hits) for shots, hits in correct.items()}
         line = {**by_shots[max(by_shots)], "shots": {str(shots): values for shots, values in by_shots.items()}}
@@ -377,10 +377,7 @@ def test_damaged_lines_are_named_and_left_out(cli, pair):
     (mae / "results.jsonl").write_bytes(b"\xff\xfe\n[1, 2]\n\n" + good + no_number + b'{"protocol": "knn", "da')
     code, out, err = cli(mae, clmae)
     assert code == 0
-    assert [line.split(": ")[2] for line in err.splitlines()] == [
-        f"line {number} is damaged and skipped" for number in (1, 2, 5, 6)
-    ]
-    assert str(mae / "results.jsonl") in err
+    assert err == f"WARNING: {mae / 'results.jsonl'}: skipped damaged lines: 1, 2, 5, 6\n"
     assert "+20.00*" in out
 
 
@@ -415,6 +412,45 @@ def test_results_of_several_checkpoints_under_one_name_are_warned_of(cli, pair):
     assert "the results of mae come from several checkpoints: runs/mae/checkpoint-7.pth mae00000, old.pth 0123" in err
 
 
+def test_an_earlier_result_of_another_checkpoint_is_warned_of(cli, pair):
+    mae, clmae = pair
+    add_result(mae, right(0, 50), checkpoint="new.pth", checkpoint_sha256="f" * 64)
+    code, _, err = cli(mae, clmae)
+    assert code == 0
+    assert "mae has results of nearest neighbour on cifar10 from several checkpoints: that of new.pth ffffffff, " in err
+    assert "the last, is used, not that of runs/mae/checkpoint-7.pth mae00000" in err
+    assert "from several checkpoints" in Path("compare/compare.tex").read_text(encoding="utf-8")
+    assert {row["checkpoint_sha256"] for row in read_csv(Path("compare"))} == {"f" * 64, f"{'clmae':0<64}"}
+
+
+ODD_LINES = {
+    "a number for a name": {"data": 5},
+    "no checkpoint but a list": {"checkpoint": [1]},
+    "a hash that is a number": {"checkpoint_sha256": 12345678},
+    "classes in words": {"classes": "ten"},
+    "settings in a list": {"settings": [1]},
+    "accuracy in words": {"acc1": "40"},
+    "accuracy beyond 100": {"acc5": 101},
+    "deviation in words": {"acc1_std": "small"},
+    "predictions of no file": {"predictions": "\ud800"},
+    "predictions in a list": {"predictions": []},
+    "shots in a list": {"protocol": "fewshot", "shots": [1]},
+    "no shots": {"protocol": "fewshot", "shots": {}},
+    "shots below one": {"protocol": "fewshot", "shots": {"0": {"acc1": 1, "acc5": 2}}},
+}
+
+
+@pytest.mark.parametrize("case", ODD_LINES)
+def test_lines_of_odd_types_are_skipped(cli, pair, case):
+    mae, clmae = pair
+    good = json.loads((mae / "results.jsonl").read_text())
+    with open(mae / "results.jsonl", "a") as file:
+        file.write(json.dumps(good | ODD_LINES[case]) + "\n")
+    code, out, err = cli(mae, clmae, "--output_dir", "")
+    assert (code, err) == (0, f"WARNING: {mae / 'results.jsonl'}: skipped damaged lines: 2\n")
+    assert "+20.00*" in out
+
+
 def test_names_default_to_as_much_of_the_path_as_it_takes(cli, tmp_path):
     for name in ("mae", "clmae"):
         add_result(tmp_path / name / "eval", right(0, 40))
@@ -438,30 +474,56 @@ def test_special_characters_in_names(cli, tmp_path):
     assert Path("compare/fewshot-my_set_1_.png").exists()
 
 
-def test_hostile_names_break_no_format(cli, tmp_path):
-    """Line breaks, columns, markup, formulas and terminal escapes come from folder names and old files."""
-    for folder, hits, classes in (("a", right(0, 40), 2), ("b", right(0, 60), 3)):
-        add_result(tmp_path / folder, hits, data="=1+1\n| x")
-        add_result(tmp_path / folder, {1: hits}, data="[set]", protocol="fewshot", classes=classes)
-    code, out, err = cli("a", "b", "--names", "@mae\r\n\\input{x}", "-1\033[31m\ud800 `<b>` [c](d)")
-    assert code == 0
-    assert "\033" not in out + err
-    assert "=1+1 | x" in line_with(out, "nearest neighbour", "40.00")
+HOSTILE = {
+    "line breaks": "a\nb\r\n\x85c\u2028d",
+    "LaTeX": "\n\\immediate\\write18{rm x}%^^M\\input{x} $a$ &# _~",
+    "Markdown": "a | b\n\n# c [d](e) `f` <b> *g* ![h](i)",
+    "a formula": "=cmd|' /C calc'!A0",
+    "an indented formula": "\t @SUM(1)",
+    "a wide formula": "\uff1d1+1",
+    "a minus": "-1+1",
+    "CSV": 'a","b\n"=1',
+    "a terminal": "\033[31mred\x9b2J\x07",
+    "no text": "caf\udce9 \ud800",
+    "a table's rows": r"\\[1em] [x] * y",
+    "long": "x" * 300,
+}
 
-    table, _ = Path("compare/compare.md").read_text(encoding="utf-8").split("### Few-shot")
-    rows = [line for line in table.splitlines() if line.startswith("|")]
-    assert {len(re.findall(r"(?<!\\)\|", line)) for line in rows} == {11}
-    assert r"\`\<b\>\` \[c\](d)" in rows[0]
 
-    tex = Path("compare/compare.tex").read_text(encoding="utf-8")
-    assert r"\textbackslash{}input\{x\}" in tex
-    assert not [line for line in tex.splitlines() if line.startswith(("[", r"\input", "|"))]
-    assert all(r"\input" not in line for line in tex.splitlines() if not line.startswith("%"))
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_names_break_no_format(cli, tmp_path, case):
+    """Names come from flags, and from files that others wrote: of data sets, of checkpoints."""
+    written = {}
+    for folder, name in (("benign", "abc"), ("hostile", HOSTILE[case])):
+        for run, hits in (("mae", right(0, 40)), ("clmae", right(0, 60))):
+            weights = {"checkpoint": name, "checkpoint_sha256": name, "settings": {name: name + run}, "classes": 3}
+            add_result(tmp_path / folder / run, hits, data=name, predictions="knn-x-0.npz", **weights)
+        given = " " + HOSTILE[case].translate({0xDCE9: None, 0xD800: None}), "CL-MAE"  # flags are UTF-8
+        code, out, err = cli(folder + "/mae", folder + "/clmae", "--names", *(given if folder == "hostile" else "ab"))
+        assert code == 0
+        assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", out + err)
+        written[folder] = {path.suffix: path.read_text(encoding="utf-8") for path in Path("compare").iterdir()}
 
-    written = read_csv(Path("compare"))
-    assert {row["data"] for row in written} == {"'=1+1 | x", "[set]"}
-    assert {row["run"][:2] for row in written} == {"'@", "'-"}
-    assert float(written[1]["gain1"]) == 20, "numbers are no text"
+    for suffix in (".txt", ".md", ".tex", ".csv"):
+        lines = [len(written[folder][suffix].split("\n")) for folder in ("benign", "hostile")]
+        assert lines[0] == lines[1], "no name breaks a line"
+        assert plain(written["hostile"][suffix].replace("\n", "")) == written["hostile"][suffix].replace("\n", "")
+    rows = [line for line in written["hostile"][".md"].splitlines() if line.startswith("|")]
+    assert {len(re.findall(r"(?<!\\)(?:\\\\)*\|", line)) for line in rows} == {11}
+    assert not re.search(r"(?<!\\)[`<\[]", written["hostile"][".md"])
+    assert tex_skeleton(written["hostile"][".tex"]) == tex_skeleton(written["benign"][".tex"])
+    with open("compare/compare.csv", newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            texts = [row[name] for name in ("data", "run", "checkpoint", "checkpoint_sha256", "predictions")]
+            assert not any(text.lstrip().startswith(tuple("=+-@\uff1d")) for text in texts)
+            assert float(row["acc1"]) in (40, 60)
+
+
+def tex_skeleton(text: str) -> list[str]:
+    """What TeX would act on: commands and special characters, without comments and what prints a character."""
+    body = "\n".join(line for line in text.splitlines() if not line.startswith("%"))
+    body = re.sub(r"\\text(backslash|asciitilde|asciicircum|less|greater|bar)\{\}|\\[&%$#_{}]|\{[\[*]\}", "", body)
+    return re.findall(r"\\[a-zA-Z]+|\\.|[&%$#_{}~^]|\\\\\s*[\[*]", body)
 
 
 def test_won_tied_and_lost_cells_are_counted_as_printed(cli, pair, tmp_path):
@@ -539,6 +601,8 @@ DAMAGE = {
     "fewer labels": (lambda path: rewrite(path, labels=LABELS[:9]), "inconsistent shapes"),
     "no seed axis": (lambda path: rewrite(path, correct=right(0, 60)[0], correct5=right(1, 81)[0]), "shapes"),
     "no seeds": (lambda path: rewrite(path, correct=right(0, 60)[:0], correct5=right(0, 60)[:0]), "shapes"),
+    "labels in words": (lambda path: rewrite(path, labels=NAMES), "`labels` is of type <U"),
+    "no list of seeds": (lambda path: rewrite(path, seeds=np.array([[0, 1]])), "inconsistent shapes"),
     "of another run": (lambda path: rewrite(path, correct=right(0, 61)), "its accuracies are not those in results"),
 }
 
@@ -573,8 +637,11 @@ BAD = {
     "too many names": (("mae", "clmae", "--names", "a", "b", "c"), "--names has 3 names for 2 folders"),
     "equal names": (("mae", "clmae", "--names", "MAE", "MAE"), "--names MAE is given twice"),
     "unknown flag": (("mae", "--name", "x"), "unrecognized arguments: --name"),
-    "output is a file": (("mae", "--output_dir", "mae/results.jsonl"), "--output_dir mae/results.jsonl cannot be"),
-    "output below a file": (("mae", "--output_dir", "mae/results.jsonl/x"), "--output_dir mae/results.jsonl/x cannot"),
+    "output is a file": (("mae", "--output_dir", "mae/results.jsonl"), "--output_dir mae/results.jsonl: File exists"),
+    "output below a file": (
+        ("mae", "--output_dir", "mae/results.jsonl/x"),
+        "--output_dir mae/results.jsonl/x: Not a directory",
+    ),
 }
 
 

@@ -12,6 +12,7 @@ import main_masks
 import main_pretrain
 from masking import mask_health
 from models_mae import mae_vit_micro_patch4
+from util.evaluation.features import file_hash
 from util.evaluation.forensics import difficulty, edge_contrast, edge_scores, hidden_error, mirror_correlation, verdicts
 
 GOOD = {"visible": 0.25, "distinct": 1.0, "place": 0.01, "unseen": 0.0}
@@ -134,6 +135,12 @@ def test_masks_from_elsewhere(runs, program, tmp_path):
     np.savez(tmp_path / "bad.npz", images=np.array(["0.png"]), mask=mask)
     code, _, err = program(main_masks, tmp_path / "bad.npz", *where)
     assert (code, "bad.npz" in err) == (2, True)
+    assert found["sha256"] == file_hash(tmp_path / "mine.npz")
+    for changed in ({"images": np.arange(4)}, {"mask": np.array(1.0)}, {"mask": mask.astype(complex)}, {"mask": None}):
+        arrays = {"images": np.array(["0.png"] * 4), "mask": mask} | changed
+        np.savez(tmp_path / "odd.npz", **{name: value for name, value in arrays.items() if value is not None})
+        code, _, err = program(main_masks, tmp_path / "odd.npz", *where)
+        assert (code, "odd.npz" in err, len(err.splitlines())) == (2, True, 1)
     np.savez(tmp_path / "lost.npz", images=np.array(["x.png"] * 4), mask=mask)
     code, _, err = program(main_masks, tmp_path / "lost.npz", *where)
     assert (code, "x.png" in err) == (2, True)

@@ -26,7 +26,7 @@ from util.plots.masks import (
     wall,
 )
 from util.plots.snapshot import Snapshot, evenly, load_snapshot
-from util.training.progress import read_log
+from util.training.progress import drop_log_lines, read_log
 
 
 @pytest.fixture(scope="module")
@@ -268,6 +268,23 @@ def test_logs_that_are_none(tmp_path, content):
         (tmp_path / "log.txt").write_text(content)
     with pytest.raises(UserError, match=r"log\.txt"):
         read_log(tmp_path)
+
+
+def test_odd_lines_of_a_log_are_skipped(tmp_path, clmae_log):
+    odd = [
+        '{"epoch": "a"}',
+        '{"epoch": 1, "train_loss": "x"}',
+        '{"epoch": 1, "train_loss": 1e308}',
+        '{"epoch": 1' + "0" * 400 + "}",
+    ]
+    good = '{"epoch": 0, "train_loss": NaN}', '{"epoch": 2, "train_loss": 1}'
+    (tmp_path / "log.txt").write_text("\n".join([good[0], *odd, good[1]]))
+    log = read_log(tmp_path)
+    assert [line["epoch"] for line in log] == [0, 2]
+    assert f"{tmp_path / 'log.txt'}: skipped damaged lines: 2, 3, 4, 5" in clmae_log.text
+    curve_figure({"x": log}).savefig(tmp_path / "curves.png")
+    drop_log_lines(tmp_path / "log.txt", 1)
+    assert (tmp_path / "log.txt").read_text() == good[0] + "\n"
 
 
 def test_one_checkpoint_does_not_move(draw, runs):

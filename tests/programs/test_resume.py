@@ -298,7 +298,7 @@ def test_log_line_cut_short_by_a_kill_is_dropped_and_said(cli, tmp_path):
         file.write('{"train_loss": 0.1')
     code, _, err = cli(*flags, "--resume", "auto", "--allow_changes")
     assert code == 0
-    assert "log.txt: dropped 1 lines" in err
+    assert "log.txt: skipped damaged lines: 2" in err
     assert [line["epoch"] for line in log_lines(tmp_path)] == [0, 1]
 
 

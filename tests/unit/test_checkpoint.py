@@ -187,3 +187,27 @@ def test_weights_of_another_architecture_name_the_first_mismatch():
         load_weights(model, {"weight": torch.ones(2, 3)}, "x.pth")
     with pytest.raises(UserError, match="has head, which this model does not"):
         load_weights(model, {**model.state_dict(), "head": torch.ones(1)}, "x.pth")
+
+
+STRANGE = {
+    "not a number": (torch.full((2, 3), torch.nan), "is not finite"),
+    "infinite": (torch.tensor([[1.0, 2, 3], [4, 5, torch.inf]]), "is not finite"),
+    "too large for float32": (torch.full((2, 3), 1e300, dtype=torch.float64), "is not finite"),
+    "boolean": (torch.ones(2, 3, dtype=torch.bool), "is of type torch.bool"),
+    "complex": (torch.ones(2, 3, dtype=torch.complex64), "is of type torch.complex64"),
+    "integer": (torch.ones(2, 3, dtype=torch.int32), "is of type torch.int32"),
+    "sparse": (torch.ones(2, 3).to_sparse(), "is not a plain tensor"),
+    "no tensor": ([1.0], "is not a plain tensor"),
+}
+
+
+@pytest.mark.parametrize("case", STRANGE)
+def test_what_is_no_weight_is_refused_by_name(case):
+    value, expected = STRANGE[case]
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    good = model.state_dict()
+    load_weights(model, {key: value.half() if key == "0.weight" else value for key, value in good.items()}, "x.pth")
+    with pytest.raises(UserError, match=f"x.pth: 0.weight {expected}"):
+        load_weights(model, {**good, "0.weight": value}, "x.pth")
+    with pytest.raises(UserError, match=r"x.pth: 1.num_batches_tracked is of type"):
+        load_weights(model, {**good, "1.num_batches_tracked": torch.tensor(1.0)}, "x.pth")

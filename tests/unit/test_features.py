@@ -6,6 +6,7 @@ import pytest
 import torch
 from own_source import Greys
 from PIL import Image
+from safetensors import safe_open
 
 import main_knn
 from models_mae import mae_vit_micro_patch4
@@ -191,21 +192,81 @@ def test_cache_dir(subject, extractions, tmp_path):
     assert len(extractions) == 1
 
 
-@pytest.mark.parametrize("damage", ["empty", "truncated", "garbage", "another key"])
+def rewritten(**changed):
+    """Writes the file again, checksum included, with tensors that no extraction would give."""
+
+    def damage(path):
+        with safe_open(path, "pt") as file:
+            key, old = file.metadata()["key"], {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        new = {name: change(old[name]) for name, change in changed.items()}
+        features.write(path, features.FeatureSet(**old | new), {"key": new.get("key", key)})
+
+    return damage
+
+
+def flip(path):
+    """One bit of the features, which are written last or before two small tensors."""
+    content = bytearray(path.read_bytes())
+    content[len(content) * 2 // 3] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "empty": lambda path: path.write_bytes(b""),
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-100]),
+    "garbage": lambda path: path.write_bytes(bytes(5000)),
+    "zeros at the end": lambda path: path.write_bytes(path.read_bytes()[:-100] + bytes(100)),
+    "a flipped bit": flip,
+    "not finite": rewritten(features=lambda x: x.index_fill(0, torch.tensor([3]), torch.nan)),
+    "another width": rewritten(features=lambda x: x[:, 1:].contiguous()),
+    "another type": rewritten(features=lambda x: x.double()),
+    "fewer rows": rewritten(features=lambda x: x[1:].contiguous()),
+    "other labels": rewritten(labels=lambda x: 1 - x),
+    "images beyond the last": rewritten(indices=lambda x: x + 1),
+    "an image twice": rewritten(indices=lambda x: x.clamp(max=8)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_file_is_extracted_again(subject, extractions, tmp_path, clmae_log, damage):
     expected = subject().features("train")
     (path,) = cache_files(tmp_path)
-    content = path.read_bytes()
-    if damage == "another key":
-        features.write(path, expected, {"key": "0" * 64})
-    else:
-        path.write_bytes({"empty": b"", "truncated": content[:-100], "garbage": bytes(5000)}[damage])
+    DAMAGE[damage](path)
     again = subject().features("train")
     assert torch.equal(again.features, expected.features)
     assert len(extractions) == 2
     assert f"cannot use the cached features {path}" in clmae_log.text
     subject().features("train")
     assert len(extractions) == 2, "the file was written again"
+
+
+def test_a_file_of_another_encoder_is_not_used(subject, extractions, tmp_path, clmae_log):
+    expected = subject().features("train")
+    (path,) = cache_files(tmp_path)
+    features.write(path, expected, {"key": "0" * 64})
+    subject().features("train")
+    assert len(extractions) == 2
+    assert "belongs to another encoder" in clmae_log.text
+
+
+def test_verify_cache_sees_what_file_sizes_and_times_do_not_tell(subject, extractions, data):
+    files = data / "train" / "a" / "0.png", data / "train" / "b" / "0.png"
+    size = max(file.stat().st_size for file in files)
+    contents = [file.read_bytes().ljust(size, b" ") for file in files]
+
+    def put(order):
+        for file, content in zip(files, order, strict=True):
+            file.write_bytes(content)
+            os.utime(file, ns=(0, 0))
+
+    put(contents)
+    first = subject("--verify_cache").features("train")
+    subject("--verify_cache").features("train")
+    assert len(extractions) == 1
+    put(contents[::-1])
+    second = subject("--verify_cache").features("train")
+    assert len(extractions) == 2
+    assert torch.equal(first.features[0], second.features[6])
 
 
 def test_a_half_written_file_is_never_read(subject, extractions, tmp_path, monkeypatch):
@@ -265,7 +326,7 @@ def test_a_cached_file_does_not_lift_the_limit(subject, data):
 
 def test_features_that_are_not_finite_are_refused(subject, checkpoint):
     state = mae_vit_micro_patch4(img_size=16).state_dict()
-    state["blocks.0.attn.qkv.weight"][0, 0] = torch.nan
+    state["blocks.0.attn.qkv.weight"][:] = 1e30
     save_checkpoint(checkpoint, {"model": state})
     with pytest.raises(UserError, match="features are not finite"):
         subject().features("train")

@@ -271,9 +271,11 @@ def choose_classes(classes: list[str], args: Namespace) -> list[str]:
 
 def read_class_list(path: str) -> list[str]:
     try:
-        lines = Path(path).read_text().splitlines()
+        lines = os.fsdecode(Path(path).read_bytes()).split("\n")  # names of folders, which need not be UTF-8
     except OSError as error:
         raise UserError(f"--class_list {path}: {error.strerror}") from None
+    if any("\0" in line for line in lines):
+        raise UserError(f"--class_list {path} is not a text file; it needs a class folder's name per line")
     wanted = sorted({line.strip() for line in lines if line.strip()})
     if not wanted:
         raise UserError(f"--class_list {path} names no class")

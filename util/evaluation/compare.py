@@ -136,6 +136,12 @@ def caveats(runs: list[EvaluatedRun]) -> list[str]:
         origins = {result.checkpoint_sha256: result.origin_of_weights for result in run.results.values()}
         if len(origins) > 1:
             found.append(f"the results of {run.name} come from several checkpoints: {', '.join(origins.values())}")
+        for old in run.replaced:
+            last = run.results[old.protocol, old.data].origin_of_weights
+            found.append(
+                f"{run.name} has results of {old.title} from several checkpoints: that of {last}, "
+                f"the last, is used, not that of {old.origin_of_weights}"
+            )
     baseline, *others = runs
     for other in others:
         for key, result in baseline.results.items():

@@ -4,7 +4,9 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -12,11 +14,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from util.cli import UserError, logger, tracked
-from util.data.sources import labels_of
+from util.data.sources import Source, labels_of
 from util.datasets import BadImages, ImageDataset, build_data_loader, collate
 from util.misc import autocast, gather_objects, gather_rows, is_main_process, share_of_rank
 
-FORMAT = 2  # of the cache; changing it invalidates all older files
+FORMAT = 3  # of the cache; changing it invalidates all older files
 
 
 @dataclass
@@ -81,6 +83,18 @@ def extract_features(
     return FeatureSet(gather_rows(features), labels_of(dataset.source)[chosen], chosen)
 
 
+def fault_in(found: FeatureSet, labels: torch.Tensor, width: int) -> str | None:
+    """Why `found` cannot be features of that width, of images with these labels [N]; None if it can."""
+    features, indices = found.features, found.indices
+    if features.dtype != torch.float32 or features.shape != (*indices.shape, width):
+        return "the shapes are wrong"
+    if indices.dtype != torch.int64 or not bool(((indices >= 0) & (indices < len(labels))).all()):
+        return "the indices are those of no image"
+    if bool((indices.diff() <= 0).any()) or not torch.equal(found.labels, labels[indices]):
+        return "the labels are others"
+    return None if bool(features.isfinite().all()) else "the features are not finite"
+
+
 class FeatureCache:
     """Feature files in a folder, each named after a hash of everything its content depends on.
 
@@ -91,14 +105,17 @@ class FeatureCache:
     def __init__(self, folder: Path | None):
         self.folder = folder
 
-    def get(self, name: str, depends_on: dict, extract: Callable[[], FeatureSet]) -> FeatureSet:
-        """The features that `depends_on` (plain types) identifies, from disk or else from `extract`."""
+    def get(
+        self, name: str, depends_on: dict, extract: Callable[[], FeatureSet], *, labels: torch.Tensor, width: int
+    ) -> FeatureSet:
+        """The features that `depends_on` (plain types) identifies, from disk or else from `extract`; `labels` are those
+        of all images."""
         if self.folder is None:
             return extract()
         depends_on = {"format": FORMAT, **depends_on}
         key = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()
         path = self.folder / f"{name}-{key[:16]}.safetensors"
-        found = read(path, key) if path.exists() else None
+        found = read(path, key, labels, width) if path.exists() else None
         everywhere = all(gather_objects(found is not None))  # processes may see different disks
         if found is not None and everywhere:
             logger.info("features of %s: %d images, from %s", name, len(found), path)
@@ -109,13 +126,18 @@ class FeatureCache:
         return extracted
 
 
-def read(path: Path, key: str) -> FeatureSet | None:
+def read(path: Path, key: str, labels: torch.Tensor, width: int) -> FeatureSet | None:
     """The features in `path`, or None if the file cannot be used."""
     try:
         with safe_open(path, framework="pt") as file:
-            if file.metadata()["key"] == key:
-                return FeatureSet(*(file.get_tensor(name) for name in ("features", "labels", "indices")))
-        reason = "it belongs to another encoder or other data"
+            metadata = file.metadata()
+            found = FeatureSet(*(file.get_tensor(name) for name in ("features", "labels", "indices")))
+        if metadata["key"] != key:
+            reason = "it belongs to another encoder or other data"
+        elif metadata["sha256"] != tensor_hash(found):
+            reason = "its checksum is wrong"
+        elif (reason := fault_in(found, labels, width)) is None:
+            return found
     except (SafetensorError, OSError, KeyError, TypeError) as error:
         reason = error
     logger.warning("cannot use the cached features %s (%s); extracting them again", path, reason)
@@ -127,13 +149,37 @@ def write(path: Path, features: FeatureSet, metadata: dict[str, str]) -> None:
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(vars(features), partial, metadata)
+        save_file(vars(features), partial, metadata | {"sha256": tensor_hash(features)})
         with open(partial, "rb") as file:
             os.fsync(file.fileno())
         os.replace(partial, path)
     except (OSError, SafetensorError) as error:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink()
         logger.warning("cannot cache the features in %s: %s", path, error)
+
+
+def tensor_hash(features: FeatureSet) -> str:
+    digest = hashlib.sha256()
+    for tensor in vars(features).values():
+        digest.update(tensor.contiguous().numpy())
+    return digest.hexdigest()
+
+
+@lru_cache(maxsize=2)  # a program asks for those of two splits, perhaps repeatedly
+def content_hash(source: Source) -> str:
+    """Of names, labels and the content of all images. Processes share the reading."""
+    mine = [image_hash(source, index) for index in range(len(source))[share_of_rank(len(source))]]
+    return hashlib.sha256(repr([hash for part in gather_objects(mine) for hash in part]).encode()).hexdigest()
+
+
+def image_hash(source: Source, index: int) -> str:
+    try:
+        image = source.read(index)
+    except OSError:  # reported as unreadable later
+        image = b""
+    shape, content = ("file", image) if isinstance(image, bytes) else ((image.mode, image.size), image.tobytes())
+    return hashlib.sha256(repr((source.name(index), source.label(index), shape)).encode() + content).hexdigest()
 
 
 def file_hash(path: str | Path) -> str:

@@ -23,16 +23,15 @@ Reading needs no torch, which takes seconds to import; writing imports it.
 """
 
 import datetime
-import itertools
-import json
-import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from util.cli import UserError, logger
+from util.cli import UserError, logger, plain
+from util.jsonl import append_record, read_records
 
 if TYPE_CHECKING:
     import torch
@@ -95,19 +94,15 @@ class Report:
         self.subject, self.protocol, self.log_writer = subject, protocol, log_writer
         args = subject.args
         self.folder = Path(args.output_dir) if args.output_dir and is_main_process() else None
-        try:  # now, rather than after hours of work
-            if self.folder:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                (self.folder / RESULTS).open("a").close()
-            if args.log_dir and is_main_process() and log_writer is None:
-                self.log_writer = SummaryWriter(args.log_dir)
-        except OSError as error:
-            reason = f"{error.filename}: {error.strerror}"
-            raise UserError(f"--output_dir or --log_dir cannot be written: {reason}") from None
+        if self.folder:  # what cannot be written fails now, rather than after hours of work
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / RESULTS).open("a").close()
+        if args.log_dir and is_main_process() and log_writer is None:
+            self.log_writer = SummaryWriter(args.log_dir)
 
     def scalar(self, name: str, value: float, step: int) -> None:
         if self.log_writer:
-            self.log_writer.add_scalar(f"{self.protocol}/{self.subject.data_name}/{name}", value, step)
+            self.log_writer.add_scalar(f"{self.protocol}/{plain(self.subject.data_name)}/{name}", value, step)
 
     def accuracies(self, metrics: dict[str, Any], step: int) -> None:
         for name in ("acc1", "acc5"):
@@ -119,12 +114,8 @@ class Report:
             self.log_writer.flush()
         if not self.folder:
             return None
-        try:
-            predictions = self.save_arrays(self.folder, self.arrays(outcome))
-            with open(self.folder / RESULTS, "a", encoding="utf-8") as file:
-                file.write(json.dumps(self.line(outcome, predictions)) + "\n")
-        except OSError as error:
-            raise UserError(f"the results cannot be written to {self.folder}: {error.strerror}") from None
+        predictions = self.save_arrays(self.folder, self.arrays(outcome))
+        append_record(self.folder / RESULTS, self.line(outcome, predictions))
         logger.info("appended to %s, predictions in %s", self.folder / RESULTS, predictions)
         return predictions
 
@@ -170,11 +161,15 @@ class Report:
 
     def save_arrays(self, folder: Path, arrays: dict[str, Any]) -> Path:
         """Takes the first free number, so that no earlier result loses its predictions."""
-        paths = (folder / f"{self.protocol}-{self.subject.file_name}-{number}.npz" for number in itertools.count())
-        path = next(path for path in paths if not path.exists())
-        with open(path, "xb") as file:
-            np.savez_compressed(file, **arrays)
-        return path
+        number = 0
+        while True:
+            path = folder / f"{self.protocol}-{self.subject.file_name}-{number}.npz"
+            try:
+                with open(path, "xb") as file:
+                    np.savez_compressed(file, **arrays)
+                return path
+            except FileExistsError:
+                number += 1
 
 
 # --- Reading ---
@@ -215,6 +210,7 @@ class Result:
 class EvaluatedRun:
     name: str
     results: dict[tuple[str, str], Result]  # by protocol and data set
+    replaced: list[Result]  # by a later one of other weights
 
 
 def read_run(name: str, path: Path) -> EvaluatedRun:
@@ -227,7 +223,11 @@ def read_run(name: str, path: Path) -> EvaluatedRun:
         if len(same) > 1:
             last = f"{same[-1].title}; using the last ({same[-1].origin_of_weights})"
             logger.info("%s has %d results of %s", path, len(same), last)
-    return EvaluatedRun(name, {key: same[-1] for key, same in found.items()})
+    last_ones = {key: same[-1] for key, same in found.items()}
+    pairs = [(result, same[-1]) for same in found.values() for result in same]
+    return EvaluatedRun(
+        name, last_ones, [old for old, last in pairs if old.checkpoint_sha256 != last.checkpoint_sha256]
+    )
 
 
 def results_file(path: Path) -> Path:
@@ -238,46 +238,42 @@ def results_file(path: Path) -> Path:
 def read_results(path: Path) -> list[Result]:
     """All results of a results.jsonl, oldest first; damaged lines are reported and skipped."""
     try:
-        lines = path.read_bytes().splitlines()
+        results = read_records(path, lambda record: parse_result(record, path.parent))
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; give a folder that an evaluation wrote to") from None
-    results = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            results.append(parse_result(line, path.parent))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            logger.warning("%s: line %d is damaged and skipped", path, number)
     if not results:
         raise UserError(f"{path} holds no result; run an evaluation into that folder first")
     return results
 
 
-def parse_result(line: bytes, folder: Path) -> Result:
-    record = json.loads(line)
+def parse_result(record: dict, folder: Path) -> Result:
     few_shot = record["protocol"] == FEW_SHOT
     by_shots = {int(shots): values for shots, values in record["shots"].items()} if few_shot else {None: record}
-    if not by_shots:
-        raise ValueError("no shots")
     seeds = {name: record[name] for name in ("seed", "runs") if name in record}
-    return Result(
-        protocol=str(record["protocol"]),
-        data=str(record["data"]),
+    result = Result(
+        protocol=record["protocol"],
+        data=record["data"],
         scores={shots: parse_score(values) for shots, values in by_shots.items()},
         settings={**record["settings"], "classes": record["classes"], **seeds},
         checkpoint=record.get("checkpoint"),
         checkpoint_sha256=record.get("checkpoint_sha256"),
         predictions=folder / record["predictions"],
     )
+    texts = result.protocol, result.data, result.checkpoint or "", result.checkpoint_sha256 or ""
+    if not all(isinstance(text, str) for text in texts) or not isinstance(record["classes"], int):
+        raise TypeError("a text, or a number, is something else")
+    if not by_shots or not all(shots is None or 0 < shots < 10**9 for shots in by_shots):
+        raise ValueError("no number of shots")
+    os.fsencode(result.predictions)  # a name that a file can have
+    str(result.settings)  # they are shown where they differ: not if nested too deeply for that
+    return result
 
 
 def parse_score(values: dict) -> Score:
-    acc = float(values["acc1"]), float(values["acc5"])
-    std = values.get("acc1_std"), values.get("acc5_std")
-    if not all(math.isfinite(value) for value in (*acc, *std) if value is not None):
-        raise ValueError("not finite")
-    return Score(acc, std)
+    numbers = [values["acc1"], values["acc5"], values.get("acc1_std"), values.get("acc5_std")]
+    if not all(0 <= value <= 100 for value in numbers if value is not None) or None in numbers[:2]:
+        raise ValueError("not a percentage")
+    return Score((numbers[0], numbers[1]), (numbers[2], numbers[3]))
 
 
 @dataclass(frozen=True)
@@ -293,23 +289,32 @@ class Predictions:
 
 def read_predictions(result: Result) -> Predictions:
     """Refuses a file that is damaged, or whose accuracies are not those of `result`."""
-    path, few_shot = result.predictions, result.protocol == FEW_SHOT
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            images, labels, seeds = file["images"], file["labels"], file["seeds"].tolist()
-            correct = np.stack([file["correct"], file["correct5"]]).astype(bool)  # [2, R, N], few-shot [2, S, R, N]
-            shots = file["shots"].tolist() if few_shot else [None]
-    except Exception as error:  # zip, zlib and numpy each have several errors of their own for a damaged file
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else "damaged or incomplete"
-        raise UserError(f"{path}: {reason}; run the evaluation again") from None
-
-    correct = correct if few_shot else correct[:, None]
-    fits = labels.shape == images.shape == correct.shape[3:] and correct.shape[1:3] == (len(shots), len(seeds))
-    if not seeds or not fits:
-        raise UserError(f"{path} holds arrays of inconsistent shapes; run the evaluation again")
-    found = dict(zip(shots, correct.mean(axis=(2, 3)).T * 100, strict=True)) if images.size else {}
+    path, few_shot, again = result.predictions, result.protocol == FEW_SHOT, "run the evaluation again"
+    kinds = {"images": "U", "labels": "iu", "seeds": "iu", "correct": "b", "correct5": "b"}
+    arrays = read_arrays(path, kinds | ({"shots": "iu"} if few_shot else {}), again)
+    images, labels, seeds = arrays["images"], arrays["labels"], arrays["seeds"].ravel().tolist()
+    shots = arrays["shots"].ravel().tolist() if few_shot else [None]
+    shape = (*([len(shots)] if few_shot else []), len(seeds), labels.size)
+    fits = all(arrays[name].shape == shape for name in ("correct", "correct5"))
+    if not seeds or not fits or not images.shape == labels.shape == (labels.size,):
+        raise UserError(f"{path} holds arrays of inconsistent shapes; {again}")
+    hits = np.stack([arrays["correct"], arrays["correct5"]]).reshape(2, len(shots), len(seeds), -1)
+    found = dict(zip(shots, hits.mean(axis=(2, 3)).T * 100, strict=True)) if images.size else {}
     for number, score in result.scores.items():
         if number not in found or np.abs(found[number] - score.acc).max() > ROUNDING:
             wrong = f"does not belong to {result.title}: its accuracies are not those in {RESULTS}"
-            raise UserError(f"{path} {wrong}; run the evaluation again")
-    return Predictions(path, images, labels, seeds, dict(zip(shots, correct.swapaxes(0, 1), strict=True)))
+            raise UserError(f"{path} {wrong}; {again}")
+    return Predictions(path, images, labels, seeds, dict(zip(shots, hits.swapaxes(0, 1), strict=True)))
+
+
+def read_arrays(path: Path, kinds: dict[str, str], advice: str) -> dict[str, np.ndarray]:
+    """Arrays of an .npz by name, each with the letters of the numpy kinds that it may have, such as "iu"."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in kinds}
+    except Exception as error:  # zip, zlib and numpy each have several errors of their own for a damaged file
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else "damaged or incomplete"
+        raise UserError(f"{path}: {reason}; {advice}") from None
+    if odd := [name for name, array in arrays.items() if array.dtype.kind not in kinds[name]]:
+        raise UserError(f"{path}: `{odd[0]}` is of type {arrays[odd[0]].dtype}; {advice}")
+    return arrays

@@ -11,9 +11,9 @@ from models_vit import VisionTransformer, infer_model, load_encoder, resolve_che
 from util.arguments import settle_shared_args
 from util.checkpoint import load_checkpoint
 from util.cli import UserError, file_name, logger
-from util.data.sources import available_classes, image_names
+from util.data.sources import available_classes, image_names, labels_of
 from util.datasets import ImageDataset, build_eval_dataset
-from util.evaluation.features import FeatureCache, FeatureSet, extract_features, file_hash
+from util.evaluation.features import FeatureCache, FeatureSet, content_hash, extract_features, file_hash
 from util.misc import amp_dtype, init_distributed_mode, precision
 
 SPLITS = {"train": "training", "val": "test"}
@@ -72,7 +72,8 @@ class Subject:
             raise UserError(f"--nb_classes {nb_classes} is less than the {len(self.classes)} classes of the data")
 
     def fingerprint(self, split: str) -> str:
-        return self.datasets[split].source.fingerprint()
+        source = self.datasets[split].source
+        return content_hash(source) if getattr(self.args, "verify_cache", False) else source.fingerprint()
 
     def features(self, split: str) -> FeatureSet:
         """Features of a split's centre crops; extracted once, by all processes together."""
@@ -97,7 +98,8 @@ class Subject:
             pin_mem=args.pin_mem and self.device.type == "cuda",
             header=f"features of {split}",
         )
-        found = self.cache.get(split, depends_on, extract)
+        labels, width = labels_of(dataset.source), self.encoder.embed_dim
+        found = self.cache.get(split, depends_on, extract, labels=labels, width=width)
         unreadable = len(dataset) - len(found)
         if unreadable > args.max_bad_images:  # cached features may come from a run with a higher limit
             raise UserError(f"{unreadable} images of {split} cannot be read, more than --max_bad_images allows")
@@ -166,8 +168,10 @@ def feature_folder(args: Namespace) -> Path | None:
     """Where features are cached. Programs that train the encoder cache none, and have no such flags."""
     if "no_cache" not in args or args.no_cache:
         return None
-    folder = args.cache_dir or (Path(args.output_dir) / "features" if args.output_dir else None)
-    return Path(folder) if folder else None
+    if args.cache_dir:
+        Path(args.cache_dir).mkdir(parents=True, exist_ok=True)  # fails now rather than after the work
+        return Path(args.cache_dir)
+    return Path(args.output_dir) / "features" if args.output_dir else None
 
 
 def log_subject(subject: Subject) -> None:

@@ -6,6 +6,7 @@ Each format has one function that makes any text safe in it: `plain`, `markdown`
 import csv
 import io
 import re
+import unicodedata
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from util.evaluation.results import FEW_SHOT, PROTOCOLS, Score
 SIGNIFICANT = 0.001  # the paper's level
 CSV_COLUMNS = (
     *("protocol", "data", "shots", "run", "acc1", "acc1_std", "acc5", "acc5_std"),
-    *("gain1", "gain5", "p1", "p5", "checkpoint", "predictions"),
+    *("gain1", "gain5", "p1", "p5", "checkpoint", "checkpoint_sha256", "predictions"),
 )
 TEX_NAMES = {"\\": "backslash", "~": "asciitilde", "^": "asciicircum", "<": "less", ">": "greater", "|": "bar"}
 TEX_ESCAPES = str.maketrans(
@@ -248,7 +249,8 @@ def tex_number(cell: Cell) -> str:
 def csv_text(text: str) -> str:
     """The single quote keeps spreadsheets from running the text as a formula."""
     text = plain(text)
-    return f"'{text}" if text.lstrip().startswith(("=", "+", "-", "@")) else text
+    start = unicodedata.normalize("NFKC", text).lstrip()[:1]  # some spreadsheets take a full-width = for one, too
+    return f"'{text}" if start in ("=", "+", "-", "@") else text
 
 
 def as_csv(rows: list[Comparison], names: list[str]) -> str:
@@ -261,7 +263,7 @@ def as_csv(rows: list[Comparison], names: list[str]) -> str:
             if result and score:
                 accuracies = score.acc[0], score.std[0], score.acc[1], score.std[1]
                 tests = [*(gain.points for gain in gains), *(gain.p for gain in gains)] if gains else [None] * 4
-                files = csv_text(result.checkpoint or ""), csv_text(str(result.predictions))
+                files = result.checkpoint or "", result.checkpoint_sha256 or "", str(result.predictions)
                 key = csv_text(row.protocol), csv_text(row.data), row.shots, csv_text(name)
-                writer.writerow([*key, *accuracies, *tests, *files])
+                writer.writerow([*key, *accuracies, *tests, *map(csv_text, files)])
     return buffer.getvalue()

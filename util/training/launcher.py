@@ -32,6 +32,7 @@ from util.cli import (
     count,
     count_or_zero,
     end_children,
+    flags_named,
     logger,
     positive,
     setup_logging,
@@ -154,9 +155,10 @@ def launch(program: str, parser: ArgumentParser, argv: list[str] | None = None) 
             raise UserError(
                 f"--array: the runs would share {variants[0].output_dir}; put %j, the job id, into its name"
             )
-        for variant in variants:
-            check_before_submission(program, variant)
-        return submit(build_executor(program, args), [ClusterJob(program, variant) for variant in variants], args)
+        with flags_named(parser, args):
+            for variant in variants:
+                check_before_submission(program, variant)
+            return submit(build_executor(program, args), [ClusterJob(program, variant) for variant in variants], args)
     except UserError as error:
         logger.error("%s", error)
         sys.exit(error.exit_code)

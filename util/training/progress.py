@@ -3,7 +3,6 @@
 import datetime
 import json
 import math
-import os
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,10 +12,12 @@ from torch.utils.tensorboard import SummaryWriter
 
 from util.checkpoint import write_text
 from util.cli import LOG_INTERVAL, Progress, TrainingDiverged, UserError, logger
+from util.jsonl import append_record, read_records
 from util.misc import get_world_size, is_main_process, mean_of_processes
 from util.training.resume import Start
 
 LOG = "log.txt"
+LARGEST = 1e100  # of a line's finite numbers; curves of larger ones cannot be drawn
 SHOWN = (
     *("loss", "cmm/loss", "lambda_cl", "mask/visible", "mask/distinct", "mask/decisive", "mask/error_vs_random"),
     *("knn/acc1", "knn/acc5", "test/acc1", "test/acc5", "test/loss", "skipped_steps"),
@@ -213,7 +214,7 @@ def prepare_output(args: Namespace, start: Start, steps_per_epoch: int, classes:
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
             if classes:
-                write_text(output_dir / "classes.txt", "\n".join(classes) + "\n")
+                write_text(output_dir / "classes.txt", "".join(name.replace("\n", " ") + "\n" for name in classes))
             drop_log_lines(output_dir / LOG, start.epoch)
         except OSError as error:
             raise UserError(f"--output_dir {output_dir} cannot be written: {error.strerror}") from None
@@ -227,12 +228,12 @@ def prepare_output(args: Namespace, start: Start, steps_per_epoch: int, classes:
 
 
 def drop_log_lines(log: Path, start_epoch: int) -> None:
-    """Keep the lines of epochs before `start_epoch`; a line that a kill cut short goes with the others."""
-    lines = log.read_text().splitlines(keepends=True) if log.exists() else []
-    kept = [line for line in lines if line.endswith("}\n") and json.loads(line)["epoch"] < start_epoch]
+    """Keep the lines of epochs before `start_epoch`; damaged ones, such as a kill leaves, go with the others."""
+    lines = read_records(log, parse_log_line) if log.exists() else []
+    kept = [line for line in lines if line["epoch"] < start_epoch]
     if len(kept) < len(lines):
         logger.warning("%s: dropped %d lines of epochs that are trained again", log, len(lines) - len(kept))
-    write_text(log, "".join(kept))
+    write_text(log, "".join(json.dumps(line) + "\n" for line in kept))
 
 
 def read_log(path: Path) -> list[dict]:
@@ -240,17 +241,23 @@ def read_log(path: Path) -> list[dict]:
     folder = path if path.is_dir() else path.parent
     log = path if path.name == LOG else folder / LOG
     try:
-        lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+        lines = read_records(log, parse_log_line)
     except OSError as error:
         raise UserError(f"{log} cannot be read: {error.strerror}; a run writes it to its --output_dir") from None
-    except ValueError as error:
-        raise UserError(f"{log} is not a run's log: {error}") from None
-    if not lines or not all(isinstance(line, dict) and "epoch" in line for line in lines):
+    if not lines:
         raise UserError(f"{log} has no epochs yet")
     for line in lines:  # what it was called before strategies without a module had it
         if "train_cmm_lambda_cl" in line:
             line.setdefault("train_lambda_cl", line["train_cmm_lambda_cl"])
     return lines
+
+
+def parse_log_line(line: dict) -> dict:
+    if not isinstance(line["epoch"], int) or not all(isinstance(value, int | float) for value in line.values()):
+        raise TypeError("a value is no number")
+    if any(math.isfinite(value) and abs(value) > LARGEST for value in line.values()):
+        raise ValueError("a number is absurd")
+    return line
 
 
 def write_log(
@@ -269,16 +276,13 @@ def write_log(
     if args.output_dir and is_main_process():
         values = {f"train_{name}": value for name, value in stats.items()} | dict(metrics)
         line = {name.replace("/", "_"): value for name, value in values.items()} | {"epoch": epoch} | constants
-        append_line(Path(args.output_dir) / LOG, json.dumps(line))
+        append_line(Path(args.output_dir) / LOG, line)
 
 
-def append_line(path: Path, line: str) -> None:
+def append_line(path: Path, line: dict) -> None:
     """Onto the disk: the checkpoint that follows must not outlive its log."""
     try:
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(line + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        append_record(path, line)
     except OSError as error:
         raise UserError(f"cannot write {path} ({error.strerror}); rerun with --resume auto after fixing this") from None
 
