@@ -120,6 +120,7 @@ def encoder_of(
     `drop_path` is for training: the rate at which the last block's branches are left out, rising to it from 0.
     """
     weights = encoder_weights(checkpoint, source)
+    check_encoder(weights, source)
     trained_size = size_of(checkpoint, weights)
     name = model or infer_model(weights, source)
     channels = weights["patch_embed.proj.weight"].shape[1]
@@ -170,6 +171,7 @@ def load_mae(path: str | Path, *, model: str | None = None) -> MaskedAutoencoder
 def mae_of(checkpoint: dict, source: str, *, model: str | None = None) -> MaskedAutoencoderViT:
     """As `load_mae`, of a checkpoint that is in memory."""
     encoder = encoder_weights(checkpoint, source)
+    check_encoder(encoder, source)
     weights = weights_of(checkpoint)
     if "mask_token" not in weights:
         raise UserError(f"{source} has no decoder: it holds an encoder alone")
@@ -216,11 +218,15 @@ def encoder_weights(checkpoint: dict, source: str) -> dict[str, torch.Tensor]:
     weights = weights_of(checkpoint)
     if not isinstance(weights, dict) or "patch_embed.proj.weight" not in weights:
         raise UserError(f"{source} holds no patch_embed.proj.weight: it is not a checkpoint of a MAE or ViT")
+    return {key: value for key, value in weights.items() if not key.startswith(("decoder_", "mask_token", "head."))}
+
+
+def check_encoder(weights: dict[str, torch.Tensor], source: str) -> None:
+    """Refuse weights that are none, before some of them tell the size of the model."""
     check_numbers(weights, source)
-    for key, axes in {"patch_embed.proj.weight": 4, "pos_embed": 3}.items():  # they tell the size of the model
+    for key, axes in {"patch_embed.proj.weight": 4, "pos_embed": 3}.items():
         if key in weights and weights[key].ndim != axes:
             raise UserError(f"{source}: {key} has shape {tuple(weights[key].shape)}, not {axes} axes")
-    return {key: value for key, value in weights.items() if not key.startswith(("decoder_", "mask_token", "head."))}
 
 
 def infer_model(weights: dict[str, torch.Tensor], source: str) -> str:

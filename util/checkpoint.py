@@ -238,7 +238,8 @@ def check_weights(model: torch.nn.Module, state_dict: dict, source: str) -> None
 def check_numbers(state_dict: dict, source: str, counters: Collection[str] = ()) -> None:
     """Refuse what is no weight: all are finite floating-point tensors, but for `counters`, which are integers."""
     for key, value in state_dict.items():
-        if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_quantized:
+        plain = isinstance(value, torch.Tensor) and value.layout == torch.strided
+        if not plain or value.is_quantized or value.is_meta:
             raise UserError(f"{source}: {key} is not a plain tensor")
         if value.is_floating_point() == (key in counters) or value.dtype == torch.bool or value.is_complex():
             raise UserError(f"{source}: {key} is of type {value.dtype}, which is no weight's")
