@@ -84,8 +84,10 @@ program main_masks.py "$out"/{clmae,predictive} --names CL-MAE predictive --judg
 mv "$out/pictures/masks.png" "$out/pictures/forensics.png"
 program main_visualize.py "$out/predictive" "${data[@]}" --grid masks --animate --blocks 3 --num_images 5 \
     --names predictive --output_dir "$out/pictures"
-program main_visualize.py "$out"/{mae,clmae,predictive} --curve --names "${names[@]}" --output_dir "$out/pictures"
+program main_visualize.py "$out"/{mae,clmae,predictive} --names "${names[@]}" "${data[@]}" \
+    --curve --output_dir "$out/pictures" --html "$out/report.html"
 
 say "Done. Look at"
 ls "$out"/pictures/* "$out"/compare/*.png 2>/dev/null || true
+echo "Open the report in a browser and drag its slider through training: $PWD/$out/report.html"
 echo "Each step again, with your own data and settings: README.md"

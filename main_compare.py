@@ -13,10 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from util.cli import ArgumentParser, UserError, file_name, logger, plain, run
-from util.evaluation.compare import Comparison, caveats, compare, missing
-from util.evaluation.results import FEW_SHOT, RESULTS, TOP, read_run
+from util.evaluation.compare import Comparison, caveats, compare
+from util.evaluation.results import FEW_SHOT, RESULTS, read_run
 from util.evaluation.tables import (
-    SIGNIFICANT,
     Table,
     as_csv,
     as_markdown,
@@ -24,7 +23,7 @@ from util.evaluation.tables import (
     as_text,
     comparison_tables,
     markdown,
-    tallies,
+    table_notes,
     tex_comment,
 )
 from util.plots.style import save_figure, short_names
@@ -52,26 +51,6 @@ def check_args(args: Namespace) -> None:
     for at, name in enumerate(args.names):
         if name in args.names[:at]:
             raise UserError(f"--names {name} is given twice; each run needs a name of its own")
-
-
-def table_notes(names: list[str], rows: list[Comparison]) -> list[str]:
-    """The tally, what a reader of the tables has to know, and what is not in them."""
-    notes = tallies(rows, names)
-    repeated = any(std is not None for row in rows for score in row.scores if score for std in score.std)
-    if repeated:
-        notes.append("±: one standard deviation over repeated runs (seeds)")
-    if any(gains for row in rows for gains in row.gains):
-        notes.append(
-            f"gain: points over {names[0]}; p: exact two-sided McNemar test on the same images; *: p < {SIGNIFICANT}"
-        )
-        if repeated:
-            notes.append(
-                "with several seeds, p is the largest of theirs, each against the same seed of the baseline, and a "
-                "star needs a difference in the same direction with every seed"
-            )
-    classes = {row.data: result.settings["classes"] for row in rows for result in row.results if result}
-    notes += [f"{data} has {number} classes: Acc@5 says little" for data, number in classes.items() if number < TOP]
-    return notes + [f"missing: {gap}" for gap in missing(names, rows)]
 
 
 def write_files(names: list[str], rows: list[Comparison], tables: list[Table], notes: list[str], folder: Path) -> None:

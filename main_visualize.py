@@ -8,12 +8,15 @@ The same for one checkpoint and files of your own, as PDF for a paper:
 
 Many masks at once, how often each position is visible, curves over training from log.txt, and a GIF of one mask:
     python main_visualize.py runs/clmae --grid diversity positions --curve --animate
+
+All of it for several runs, with a slider over training, as one file for a browser:
+    python main_visualize.py runs/mae runs/clmae --html report.html
 """
 
 from argparse import Namespace
 
 from util.arguments import add_image_arguments
-from util.cli import ArgumentParser, UserError, answer_early, count, file_name, logger, run, seed_number
+from util.cli import ArgumentParser, UserError, answer_early, count, file_name, logger, plain, run, seed_number
 
 
 def get_args_parser() -> ArgumentParser:
@@ -31,7 +34,9 @@ def get_args_parser() -> ArgumentParser:
     )
     what.add_argument("--curve", action="store_true", help="losses and health of the masks over training, from log.txt")
     what.add_argument("--animate", action="store_true", help="a GIF of the first image's mask over training")
-    what.add_argument("--blocks", default=4, type=count, help="checkpoints shown of a run's folder, evenly spread")
+    what.add_argument(
+        "--blocks", type=count, help="checkpoints shown of a run's folder, evenly spread; default: 4; --html 24"
+    )
     what.add_argument(
         "--true_stats",
         action="store_true",
@@ -41,10 +46,17 @@ def get_args_parser() -> ArgumentParser:
         "--norm_pix_loss", action="store_true", help="for checkpoints that do not tell: patches are normalised"
     )
 
-    add_image_arguments(parser, number="8; diversity 64, positions 512")
+    add_image_arguments(parser, number="8; diversity 64, positions 512; --html 6")
 
     out = parser.add_argument_group("output")
     out.add_argument("--output_dir", default="./pictures", help="folder of the pictures")
+    out.add_argument("--html", metavar="FILE", help="write an interactive report of the runs, below 5 MB, offline")
+    out.add_argument(
+        "--results",
+        metavar="DIR",
+        nargs="+",
+        help="--html: folders of the runs' evaluations, in their order; default: eval/RUN beside the runs, or above",
+    )
     out.add_argument("--format", nargs="+", default=["png"], choices=["png", "pdf"], help="pdf is for papers")
     out.add_argument("--device", default="cpu", help="cpu is fast enough for a few images")
     out.add_argument("--seed", default=0, type=seed_number, help="of the choice of images and of random masks")
@@ -53,14 +65,21 @@ def get_args_parser() -> ArgumentParser:
 
 answer_early(__name__, get_args_parser)
 
+import os
+import textwrap
 from pathlib import Path
 
 from PIL import Image
 
+from util.checkpoint import write_text
 from util.data.sources import Source
+from util.evaluation.compare import caveats, compare
+from util.evaluation.results import RESULTS, EvaluatedRun, read_run
+from util.evaluation.tables import Cell, Group, Table, as_html, comparison_tables, html_text, table_notes
 from util.misc import pick_device
 from util.plots.curves import curve_figure
 from util.plots.masks import Block, animation, diversity_figure, draw_block, masks_figure, positions_figure
+from util.plots.report import CHECKPOINTS, POSITION_IMAGES, SHOWN_IMAGES, report_page, report_run
 from util.plots.snapshot import (
     as_input,
     checkpoints_by_run,
@@ -71,9 +90,10 @@ from util.plots.snapshot import (
     read_images,
 )
 from util.plots.style import save_figure
-from util.training.progress import read_log
+from util.training.progress import LOG, read_log
 
 GRIDS = {"masks": (8, masks_figure), "diversity": (64, diversity_figure), "positions": (512, positions_figure)}
+PLACES = ("output_dir", "log_dir")  # flags that differ between any two runs
 
 
 def draw_blocks(checkpoints: list[tuple[str, Path]], images: list[Image.Image], args: Namespace) -> list[Block]:
@@ -86,7 +106,7 @@ def draw_blocks(checkpoints: list[tuple[str, Path]], images: list[Image.Image], 
 
 
 def draw_grids(runs: dict[str, list[Path]], source: Source, args: Namespace) -> list[Path]:
-    shown = [(name, path) for name, paths in runs.items() for path in evenly(paths, args.blocks)]
+    shown = [(name, path) for name, paths in runs.items() for path in evenly(paths, args.blocks or 4)]
     written = []
     for grid in args.grid:
         most, figure = GRIDS[grid]  # number of images, and how they are drawn
@@ -107,13 +127,73 @@ def draw_animations(runs: dict[str, list[Path]], source: Source, args: Namespace
     return written
 
 
+def write_report(runs: dict[str, list[Path]], args: Namespace) -> Path:
+    """All runs in one HTML file."""
+    device, path = pick_device(args.device), Path(args.html)
+    folders = {
+        name: Path(given) if Path(given).is_dir() else Path(given).parent
+        for name, given in zip(args.names, args.runs, strict=True)
+    }
+    sections = {"RESULTS": results_section(folders, args.results)}  # first: it may refuse, and the rest takes longer
+    source = open_source(args, load_snapshot(next(iter(runs.values()))[0], "", args.norm_pix_loss))
+    images = read_images(source, args.num_images or SHOWN_IMAGES, args.seed)
+    more = read_images(source, POSITION_IMAGES, args.seed)
+    reported = []
+    for name, paths in runs.items():
+        shown = evenly(paths, args.blocks or CHECKPOINTS)
+        logger.info("%s: %d checkpoints", plain(name), len(shown))
+        snapshots = (load_snapshot(path, name, args.norm_pix_loss, device) for path in shown)
+        log = read_log(folders[name]) if (folders[name] / LOG).is_file() else []
+        reported.append(report_run(name, snapshots, images, more, log, device, args.seed, args.true_stats))
+    sections["SETTINGS"] = settings_section({run.name: run.settings for run in reported})
+    page = report_page(reported, sections, len(more))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, page)
+    return path
+
+
+def results_section(runs: dict[str, Path], given: list[str] | None) -> str:
+    """Tables of the runs' evaluations as HTML, the first run being the baseline; '' where there are none."""
+    if given is not None and len(given) != len(runs):
+        raise UserError(f"--results has {len(given)} folders for {len(runs)} runs; give one for each")
+    places = map(Path, given) if given else map(evaluation_beside, runs.values())
+    found = [read_run(name, at) if at else EvaluatedRun(name, {}) for name, at in zip(runs, places, strict=True)]
+    if not (rows := compare(found)):
+        return ""
+    notes = table_notes(list(runs), rows) + [f"caution: {warning}" for warning in caveats(found)]
+    listed = "".join(f"<li>{html_text(note)}</li>" for note in notes)
+    return "\n".join([*map(as_html, comparison_tables(rows, list(runs))), f"<ul>{listed}</ul>"])
+
+
+def evaluation_beside(run: Path) -> Path | None:
+    """The folder with a run's results.jsonl, where README.md and `make demo` put it."""
+    folder = Path(os.path.abspath(run))
+    places = (folder, folder / "eval", *(above / "eval" / folder.name for above in folder.parents[:2]))
+    return next((place for place in places if (place / RESULTS).is_file()), None)
+
+
+def settings_section(runs: dict[str, dict]) -> str:
+    """The flags in which runs differ, then all of them, as HTML."""
+    flags = dict.fromkeys(name for settings in runs.values() for name in settings)
+    rows = [(name, [str(settings.get(name, "-")) for settings in runs.values()]) for name in flags]
+    differing = [row for row in rows if len(set(row[1])) > 1 and row[0] not in PLACES]
+
+    def table(title: str, rows: list[tuple[str, list[str]]]) -> str:
+        body = [([name], [Cell(textwrap.shorten(value, 60)) for value in values]) for name, values in rows]
+        return as_html(Table(title, ["flag"], [Group("", list(runs))], body))
+
+    folded = f"<details><summary>All settings</summary>{table('All settings', rows)}</details>" if rows else ""
+    return (table("Where the runs differ", differing) if differing else "") + folded
+
+
 def main(args: Namespace) -> None:
     name_runs(args)
-    if not (args.grid or args.curve or args.animate):
+    if not (args.grid or args.curve or args.animate or args.html):
         args.grid = ["masks"]
     runs = checkpoints_by_run(args)
-    written = []
-    Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+    written = [write_report(runs, args)] if args.html else []
+    if args.grid or args.curve or args.animate:
+        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     if args.grid or args.animate:
         first = next(iter(runs.values()))[0]
         source = open_source(args, load_snapshot(first, "", args.norm_pix_loss))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from small_runs import DATA, SMALL
+from small_runs import DATA, SMALL, checkpoint
 
 import main_pretrain
 import main_visualize
@@ -296,7 +296,7 @@ def test_one_checkpoint_does_not_move(draw, runs):
 BAD = {
     "no such run": (["nowhere"], "there is no checkpoint or folder nowhere"),
     "folder without checkpoints": (["EMPTY"], "without checkpoint-N.pth"),
-    "no images named": (["RUN"], "which images?"),
+    "no images named": (["WEIGHTS"], "which images?"),
     "missing image": (["RUN", "--images", "nothing.jpg"], "--images nothing.jpg: no such file or folder"),
     "empty folder": (["RUN", "--images", "EMPTY"], "no image files in this folder"),
     "no number": (["RUN", *DATA, "--num_images", "0"], "argument --num_images: 0 must be at least 1"),
@@ -313,7 +313,8 @@ BAD = {
 def test_bad_input_ends_with_one_clear_sentence(draw, runs, tmp_path, case):
     flags, expected = BAD[case]
     (tmp_path / "empty").mkdir()
-    places = {"RUN": runs / "curriculum", "EMPTY": tmp_path / "empty"}
+    torch.save({"model": checkpoint(runs / "random")["model"]}, tmp_path / "weights.pth")
+    places = {"RUN": runs / "curriculum", "EMPTY": tmp_path / "empty", "WEIGHTS": tmp_path / "weights.pth"}
     code, _, err, _ = draw(*(places.get(flag, flag) for flag in flags))
     assert code == 2
     assert expected in err

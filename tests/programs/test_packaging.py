@@ -49,7 +49,7 @@ def test_every_module_and_data_file_is_installed_and_nothing_else(clone, distrib
     """A module of the root that pyproject.toml does not list is missing here; recorded results stay in the tree."""
     wanted = {path.name for path in clone.glob("*.py")} - {"hubconf.py"}
     for package in PACKAGES:
-        paths = (path for path in (clone / package).rglob("*") if path.suffix in (".py", ".csv", ".json"))
+        paths = (path for path in (clone / package).rglob("*") if path.suffix in (".py", ".csv", ".json", ".html"))
         wanted |= {path.relative_to(clone).as_posix() for path in paths if path.parent.name != "results"}
     found = {str(path) for path in distribution.files or ()}
     assert {name for name in found if ".dist-info/" not in name} == wanted

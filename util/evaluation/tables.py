@@ -1,9 +1,10 @@
-"""Tables for a terminal, Markdown and LaTeX; comparisons as such tables, and as CSV.
+"""Tables for a terminal, Markdown, HTML and LaTeX; comparisons as such tables, and as CSV.
 
-Each format has one function that makes any text safe in it: `plain`, `markdown`, `tex` and `csv_text`.
+Each format has one function that makes any text safe in it: `plain`, `markdown`, `html_text`, `tex` and `csv_text`.
 """
 
 import csv
+import html
 import io
 import re
 import unicodedata
@@ -11,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from util.cli import logger, plain
-from util.evaluation.compare import Comparison, Gain
-from util.evaluation.results import FEW_SHOT, PROTOCOLS, Score
+from util.evaluation.compare import Comparison, Gain, missing
+from util.evaluation.results import FEW_SHOT, PROTOCOLS, TOP, Score
 
 SIGNIFICANT = 0.001  # the paper's level
 CSV_COLUMNS = (
@@ -121,6 +122,26 @@ def tallies(rows: list[Comparison], names: list[str]) -> list[str]:
     return sentences
 
 
+def table_notes(names: list[str], rows: list[Comparison]) -> list[str]:
+    """The tally, what a reader of the tables has to know, and what is not in them."""
+    notes = tallies(rows, names)
+    repeated = any(std is not None for row in rows for score in row.scores if score for std in score.std)
+    if repeated:
+        notes.append("±: one standard deviation over repeated runs (seeds)")
+    if any(gains for row in rows for gains in row.gains):
+        notes.append(
+            f"gain: points over {names[0]}; p: exact two-sided McNemar test on the same images; *: p < {SIGNIFICANT}"
+        )
+        if repeated:
+            notes.append(
+                "with several seeds, p is the largest of theirs, each against the same seed of the baseline, and a "
+                "star needs a difference in the same direction with every seed"
+            )
+    classes = {row.data: result.settings["classes"] for row in rows for result in row.results if result}
+    notes += [f"{data} has {number} classes: Acc@5 says little" for data, number in classes.items() if number < TOP]
+    return notes + [f"missing: {gap}" for gap in missing(names, rows)]
+
+
 # --- Text ---
 
 
@@ -197,6 +218,37 @@ def as_markdown(table: Table) -> str:
         tails = [markdown(cell.tail) for cell in cells]
         lines.append([*map(markdown, words), *(number + tail for number, tail in zip(numbers, tails, strict=True))])
     return "\n".join([f"### {markdown(table.title)}", "", *(f"| {' | '.join(line)} |" for line in lines)])
+
+
+# --- HTML ---
+
+
+def html_text(text: str) -> str:
+    return html.escape(plain(text))
+
+
+def as_html(table: Table) -> str:
+    """Scrolls by itself where it is wider than the page."""
+    headings = [f"<th colspan={len(table.labels)}></th>"] if table.labels else []
+    headings += [f"<th colspan={len(group.columns)}>{html_text(group.heading)}</th>" for group in table.groups]
+    columns = [*table.labels, *(name for group in table.groups for name in group.columns)]
+    head = [headings] if any(group.heading for group in table.groups) else []
+    head.append([f"<th scope=col>{html_text(name)}</th>" for name in columns])
+    body = [
+        [*(f"<th scope=row>{html_text(word)}</th>" for word in words), *map(html_cell, cells)]
+        for words, cells in table.rows
+    ]
+    head, body = ("".join(f"<tr>{''.join(row)}</tr>\n" for row in rows) for rows in (head, body))
+    title = html_text(table.title)
+    return (
+        f'<div class=scroll tabindex=0 role=region aria-label="{title}"><table><caption>{title}</caption>\n'
+        f"<thead>{head}</thead>\n<tbody>{body}</tbody></table></div>"
+    )
+
+
+def html_cell(cell: Cell) -> str:
+    number = html_text(cell.number)
+    return f"<td>{f'<b>{number}</b>' if cell.bold else number}{html_text(cell.tail)}</td>"
 
 
 # --- LaTeX ---

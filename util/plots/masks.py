@@ -36,10 +36,12 @@ class Block:
     title: str
     images: np.ndarray  # [N, H, W, 3]
     heat: np.ndarray | None  # what the masking module says of each patch, [N, h, w]
+    values: np.ndarray | None  # the same in the module's own units
     heat_label: str  # what that is called
     hidden: np.ndarray | None  # how often each patch is hidden, [N, h, w], where masks are drawn
     visible: np.ndarray  # [N, h, w], 1 is visible
     reconstructed: np.ndarray  # [N, H, W, 3]
+    error: np.ndarray  # of each patch, as the loss counts it, [N, h, w]; that of visible ones is not trained
     health: dict[str, float]  # of these masks
     note: str  # what a reader must know about the reconstructions
 
@@ -62,21 +64,23 @@ class Block:
 def draw_block(snapshot: Snapshot, imgs: torch.Tensor, seed: int = 0, true_stats: bool = False) -> Block:
     """Mask and reconstruct normalised images [N, C, H, W]."""
     done, model = snapshot.mask(imgs, seed), snapshot.model
-    grid = model.patch_embed.grid_size
     restored = reconstruction(model, imgs, done.pred, done.mask, true_stats)
     images, restored = (as_rgb(x).permute(0, 2, 3, 1).cpu().numpy() for x in (imgs, restored))
-    visible = (1 - done.mask).reshape(-1, *grid).cpu().numpy()
     learned = snapshot.masking.learned
+
+    def on_grid(x: torch.Tensor) -> np.ndarray:
+        return x.reshape(-1, *model.patch_embed.grid_size).cpu().numpy()
+
     return Block(
         snapshot.title,
         images,
-        None if done.values is None else heat_of(done.values).reshape(-1, *grid).cpu().numpy(),
+        None if done.values is None else on_grid(heat_of(done.values)),
+        None if done.values is None else on_grid(done.values),
         "" if learned is None else learned.value,
-        None
-        if learned is None or learned.probability
-        else snapshot.hidden_share(imgs).reshape(-1, *grid).cpu().numpy(),
-        visible,
+        None if learned is None or learned.probability else on_grid(snapshot.hidden_share(imgs)),
+        on_grid(1 - done.mask),
         restored,
+        on_grid(model.patch_error(imgs, done.pred)),
         {name: value.item() for name, value in mask_health(done.mask, snapshot.masking.keep_prob(done.values)).items()},
         reconstruction_note(model.norm_pix_loss, true_stats),
     )

@@ -9,12 +9,12 @@ import torch
 from PIL import Image
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from masking import Ask, Masking, masking_of
+from masking import Ask, Masking, image_keys, masking_of
 from models_mae import MaskedAutoencoderViT
 from models_vit import mae_of
 from util import checkpoint as ckpt
-from util.arguments import DEFAULT_DATA_PATH
-from util.cli import UserError, logger
+from util.arguments import DEFAULT_DATA_PATH, add_data_arguments
+from util.cli import ArgumentParser, UserError, logger
 from util.data.decode import MODES, open_image, to_mode
 from util.data.sources import ImageList, Source, build_source, find_split
 from util.datasets import build_eval_transform
@@ -65,6 +65,8 @@ class Snapshot:
         index = torch.arange(first, first + len(imgs)) + (seed << 32)
         ask = self.masking.ask(imgs, index, self.epoch or 0, 0.0)
         ask.lambda_cl = 0.0 if self.lambda_cl is None else self.lambda_cl
+        # One draw for all snapshots: from one to the next, a mask changes by what training did, not by chance.
+        ask.keys = image_keys(0, 0, index.to(imgs.device))
         return ask
 
     @torch.no_grad()
@@ -140,9 +142,11 @@ def checkpoints_by_run(args: Namespace) -> dict[str, list[Path]]:
 
 
 def open_source(args: Namespace, snapshot: Snapshot) -> Source:
-    """`--images`, or a data set: its held-out images if there are any."""
+    """`--images`, or a data set, by default the run's: its held-out images if there are any."""
     if args.images:
         return ImageList([(path, 0) for given in args.images for path in image_files(Path(given))], classes=[])
+    if args.data_set == "folder" and args.data_path == DEFAULT_DATA_PATH:  # nothing named: what the run trained on
+        vars(args).update({name: snapshot.settings[name] for name in data_flags() if name in snapshot.settings})
     args.input_size, args.in_chans = list(snapshot.model.img_size), snapshot.model.in_chans
     if args.data_set == "folder":
         path = Path(args.data_path or DEFAULT_DATA_PATH)
@@ -152,6 +156,12 @@ def open_source(args: Namespace, snapshot: Snapshot) -> Source:
     else:
         unseen = True
     return build_source(args, "val" if unseen else "train")
+
+
+def data_flags() -> list[str]:
+    """The names of all flags that choose a data set."""
+    add_data_arguments(parser := ArgumentParser())
+    return list(vars(parser.parse_args([])))
 
 
 def image_files(path: Path) -> list[str]:
