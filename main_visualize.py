@@ -71,7 +71,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from util.checkpoint import write_text
+from util.checkpoint import replaced
 from util.data.sources import Source
 from util.evaluation.compare import caveats, compare
 from util.evaluation.results import RESULTS, EvaluatedRun, read_run
@@ -148,7 +148,8 @@ def write_report(runs: dict[str, list[Path]], args: Namespace) -> Path:
     sections["SETTINGS"] = settings_section({run.name: run.settings for run in reported})
     page = report_page(reported, sections, len(more))
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, page)
+    with replaced(path) as file:
+        file.write(page.encode())
     return path
 
 
@@ -157,7 +158,7 @@ def results_section(runs: dict[str, Path], given: list[str] | None) -> str:
     if given is not None and len(given) != len(runs):
         raise UserError(f"--results has {len(given)} folders for {len(runs)} runs; give one for each")
     places = map(Path, given) if given else map(evaluation_beside, runs.values())
-    found = [read_run(name, at) if at else EvaluatedRun(name, {}) for name, at in zip(runs, places, strict=True)]
+    found = [read_run(name, at) if at else EvaluatedRun(name, {}, []) for name, at in zip(runs, places, strict=True)]
     if not (rows := compare(found)):
         return ""
     notes = table_notes(list(runs), rows) + [f"caution: {warning}" for warning in caveats(found)]
