@@ -94,7 +94,7 @@ def train_one_epoch(
             loss = objective.criterion(model(imgs), labels)
         state.scaler(loss / args.accum_iter, state.optimizer, args.clip_grad, model.parameters(), update_grad=update)
 
-        log.add(i, {"loss": loss}, {"lr": lr})
+        log.add(i, {"loss": loss} | state.loss_scales(), {"lr": lr})
         if update and after_update is not None:
             after_update(step + 1, log)
     return log.close()

@@ -98,7 +98,7 @@ def train_one_epoch(
                 loss_cmm = losses["cmm/loss"] / args.accum_iter
                 scaler(loss_cmm, optimizer, args.clip_grad, module.parameters(), update_grad=update)
 
-        log.add(i, losses, settings, partial(masking.health, mask, values))
+        log.add(i, losses | state.loss_scales(), settings, partial(masking.health, mask, values))
         if update and after_update is not None:
             after_update(step + 1, log)
     return log.close()

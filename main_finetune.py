@@ -121,6 +121,7 @@ def get_args_parser() -> ArgumentParser:
 answer_early(__name__, get_args_parser)
 
 import datetime
+import gc
 import time
 from pathlib import Path
 
@@ -144,6 +145,7 @@ from util.misc import (
     git_commit,
     init_distributed_mode,
     is_main_process,
+    manual_garbage_collection,
     precision,
     with_ddp,
 )
@@ -231,10 +233,10 @@ def main(args: Namespace) -> None:
     describe_run(parameters, data_loader, start, args)
 
     model, objective = with_ddp(state.model), Objective(args)
-    loss_guard = LossGuard(skip=amp_dtype(args.amp, device) == torch.float16)
+    loss_guard = LossGuard(state.loss_scales())
     test, by_epoch = None, accuracy_by_epoch(args)
     start_time = time.monotonic()
-    with StopRequest() as stop, Saver(state, stop, log_writer, args) as saver:
+    with StopRequest() as stop, manual_garbage_collection(), Saver(state, stop, log_writer, args) as saver:
         for epoch in range(start.epoch, args.epochs):
             resumed = start if epoch == start.epoch else Start(epoch)
             iterations = steps_per_epoch * args.accum_iter
@@ -249,6 +251,7 @@ def main(args: Namespace) -> None:
             write_log(stats, metrics, epoch, log_writer, args, n_parameters=parameters)
             report_epoch(stats, metrics, epoch, (time.monotonic() - start_time) / (epoch + 1 - start.epoch), args)
             saver.after_epoch(epoch, (epoch + 1) * steps_per_epoch)
+            gc.collect()
     logger.info("training time %s", datetime.timedelta(seconds=int(time.monotonic() - start_time)))
     if test is None:  # the run was interrupted after its last epoch
         test = evaluate(test_images, model, device, args, "test images")

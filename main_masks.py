@@ -46,7 +46,7 @@ from util.evaluation.features import file_hash
 from util.evaluation.forensics import BLOCK, difficulty, edge_contrast, edge_scores, mirror_correlation, verdicts
 from util.evaluation.results import read_arrays
 from util.evaluation.tables import show_table
-from util.misc import pick_device
+from util.misc import set_up_device
 from util.plots.masks import forensics_figure
 from util.plots.snapshot import (
     Snapshot,
@@ -125,7 +125,7 @@ def module_values(snapshot: Snapshot, imgs: torch.Tensor) -> torch.Tensor | None
 
 
 def measure_run(name: str, paths: list[Path], judge: Snapshot | None, args: Namespace) -> list[Measured]:
-    device, found = pick_device(args.device), []
+    device, found = set_up_device(args.device), []
     for path in evenly(paths, args.moments):
         snapshot = load_snapshot(path, name, device=device)
         if judge is not None and snapshot.model.img_size != judge.model.img_size:
@@ -154,7 +154,7 @@ def measure_file(name: str, path: Path, judge: Snapshot | None, args: Namespace)
     images = read_images(ImageList([(str(file), 0) for file in files], classes=[]), len(files), args.seed)
     if len(images) != len(files):
         raise UserError(f"{path}: some of its images cannot be read")
-    return measure(name, path, mask, as_input(images, judge, pick_device(args.device)), judge, args)
+    return measure(name, path, mask, as_input(images, judge, set_up_device(args.device)), judge, args)
 
 
 def load_judge(args: Namespace) -> Snapshot | None:

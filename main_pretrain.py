@@ -184,6 +184,7 @@ def get_args_parser() -> ArgumentParser:
 answer_early(__name__, get_args_parser)
 
 import datetime
+import gc
 import time
 from typing import Any
 
@@ -204,6 +205,7 @@ from util.misc import (
     git_commit,
     init_distributed_mode,
     is_main_process,
+    manual_garbage_collection,
     precision,
     with_ddp,
     without_ddp,
@@ -302,7 +304,9 @@ def with_optimizer(network: Any, lr: float, args: Namespace, device: torch.devic
     network.to(device)
     network.set_grad_checkpointing(args.grad_checkpointing)
     if args.compile:
-        # Block by block: the first compiles in seconds and all others of its shape reuse it.
+        # Block by block: the first compiles in seconds and all others of its shape reuse it. All share the code, and
+        # torch would compile it for no more than 8 of: three widths, with a mask or a bias, frozen, without gradients.
+        torch._dynamo.config.cache_size_limit = 64
         for module in network.modules():
             if isinstance(module, Block):
                 module.compile(dynamic=True)
@@ -331,14 +335,14 @@ def main(args: Namespace) -> None:
     describe_run(state, data_loader, start, device, args)
 
     model, masking = with_ddp(state.model), build_masking(state, args)
-    loss_guard = LossGuard(skip=amp_dtype(args.amp, device) == torch.float16)
+    loss_guard = LossGuard(state.loss_scales())
     start_time = time.monotonic()
     total_steps = args.epochs * steps_per_epoch
 
     def moment(epoch: int, step: int) -> dict:
         return masking.moment(epoch, step / total_steps)
 
-    with StopRequest() as stop, Saver(state, stop, log_writer, args, moment) as saver:
+    with StopRequest() as stop, manual_garbage_collection(), Saver(state, stop, log_writer, args, moment) as saver:
         for epoch in range(start.epoch, args.epochs):
             resumed = start if epoch == start.epoch else Start(epoch)
             iterations = steps_per_epoch * args.accum_iter
@@ -350,6 +354,7 @@ def main(args: Namespace) -> None:
             write_log(stats, metrics, epoch, log_writer, args)
             report_epoch(stats, metrics, epoch, (time.monotonic() - start_time) / (epoch + 1 - start.epoch), args)
             saver.after_epoch(epoch, (epoch + 1) * steps_per_epoch)
+            gc.collect()
     logger.info("training time %s", datetime.timedelta(seconds=int(time.monotonic() - start_time)))
 
 

@@ -76,7 +76,7 @@ from util.data.sources import Source
 from util.evaluation.compare import caveats, compare
 from util.evaluation.results import RESULTS, EvaluatedRun, read_run
 from util.evaluation.tables import Cell, Group, Table, as_html, comparison_tables, html_text, table_notes
-from util.misc import pick_device
+from util.misc import set_up_device
 from util.plots.curves import curve_figure
 from util.plots.masks import Block, animation, diversity_figure, draw_block, masks_figure, positions_figure
 from util.plots.report import CHECKPOINTS, POSITION_IMAGES, SHOWN_IMAGES, report_page, report_run
@@ -98,7 +98,7 @@ PLACES = ("output_dir", "log_dir")  # flags that differ between any two runs
 
 def draw_blocks(checkpoints: list[tuple[str, Path]], images: list[Image.Image], args: Namespace) -> list[Block]:
     """What each checkpoint, given with its run's name, does to the images. One checkpoint is in memory at a time."""
-    device, blocks = pick_device(args.device), []
+    device, blocks = set_up_device(args.device), []
     for name, path in checkpoints:
         snapshot = load_snapshot(path, name, args.norm_pix_loss, device)
         blocks.append(draw_block(snapshot, as_input(images, snapshot, device), args.seed, args.true_stats))
@@ -129,7 +129,7 @@ def draw_animations(runs: dict[str, list[Path]], source: Source, args: Namespace
 
 def write_report(runs: dict[str, list[Path]], args: Namespace) -> Path:
     """All runs in one HTML file."""
-    device, path = pick_device(args.device), Path(args.html)
+    device, path = set_up_device(args.device), Path(args.html)
     folders = {
         name: Path(given) if Path(given).is_dir() else Path(given).parent
         for name, given in zip(args.names, args.runs, strict=True)

@@ -28,7 +28,7 @@ from models_mae import MODELS, build_mae
 from util.cli import ArgumentParser, count, logger, run
 from util.datasets import ImageLoader
 from util.evaluation.tables import show_table
-from util.misc import generator, pick_device
+from util.misc import generator, set_up_device
 from util.training.progress import EpochLog, LossGuard
 from util.training.resume import Start
 
@@ -90,7 +90,7 @@ class Contender:
         self.args = main_pretrain.get_args_parser().parse_args([*flags.split(), *args.pretrain])
         main_pretrain.check_args(self.args)
         main_pretrain.settle_batch_and_rates(self.args)
-        self.device = pick_device(args.device)
+        self.device = set_up_device(args.device, self.args.attention, self.args.amp)
         self.state = main_pretrain.build_networks(self.args, self.device)
         self.masking = main_pretrain.build_masking(self.state, self.args)
         shape = (args.batch_size, self.args.in_chans, size, size)
@@ -99,7 +99,7 @@ class Contender:
 
     def iterate(self, iterations: int = PER_TURN) -> None:
         logger.setLevel(logging.WARNING)  # the engine's own report is made, but not shown
-        log = EpochLog(Start(0), iterations, LossGuard(skip=True), None, self.args)
+        log = EpochLog(Start(0), iterations, LossGuard(self.state.loss_scales()), None, self.args)
         train_one_epoch(self.state.model, self.loader, self.masking, self.state, 0, log, self.args)
         if self.device.type == "cuda":
             torch.cuda.synchronize()

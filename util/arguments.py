@@ -75,8 +75,15 @@ def add_machine_arguments(parser: ArgumentParser) -> _ArgumentGroup:
     machine.add_argument(
         "--amp",
         default="auto",
-        choices=["auto", "bf16", "fp16", "off"],
-        help="mixed precision; auto: bf16 where the GPU has it, fp16 on older GPUs, off on a CPU",
+        choices=["auto", "bf16", "fp16", "tf32", "off"],
+        help="mixed precision; auto: bf16 where the GPU has it, fp16 on older GPUs, off on a CPU; off: float32; tf32: "
+        "float32 with faster, coarser matrix products",
+    )
+    machine.add_argument(
+        "--attention",
+        default="auto",
+        choices=["auto", "flash", "efficient", "cudnn", "math"],
+        help="attention kernel on a GPU; auto: flash, or efficient with a mask, but not cuDNN's",
     )
     machine.add_argument("--seed", default=0, type=seed_number, help="all randomness derives from it")
     return machine

@@ -241,9 +241,17 @@ def tell_torchrun(text: str) -> None:
             json.dump({"message": message}, file)
 
 
+# What gloo, NCCL and torch's store say of a process that is gone. NCCL's "unhandled system error" is not among them: a
+# full /dev/shm causes it, too.
+ECHOES = (
+    *("by peer", "by remote peer", "remote process exited", "NCCL communicator was aborted"),
+    *("Watchdog caught collective operation timeout", "Connection was likely closed"),
+)
+
+
 def lost_another(error: Exception) -> bool:
     """Whether this error only echoes the end of another process."""
-    return isinstance(error, RuntimeError) and "by peer" in str(error)  # gloo: "Connection closed", "reset by peer"
+    return isinstance(error, RuntimeError) and any(echo in str(error) for echo in ECHOES)
 
 
 def leave(code: int, together: bool = False) -> None:

@@ -20,7 +20,7 @@ from util.cli import UserError, logger
 from util.crop import Crop, draw_crop, draw_crop_once
 from util.data.decode import MODES, exact_crop, jpeg_crop, read_jpeg, to_mode
 from util.data.sources import Source, build_source
-from util.misc import derive_seed, gather_objects, generator, get_rank, get_world_size, outlive_signals
+from util.misc import derive_seed, gather_objects, generator, get_rank, get_world_size, start_loader_process
 
 # --- Transforms ---
 
@@ -253,7 +253,7 @@ def build_data_loader(dataset: Dataset, *, num_workers: int, **kwargs) -> DataLo
     return DataLoader(
         dataset,
         num_workers=min(num_workers, cpus),
-        worker_init_fn=outlive_signals,
+        worker_init_fn=start_loader_process,
         generator=torch.Generator(),  # leaves the global generator untouched
         **kwargs,
     )

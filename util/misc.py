@@ -2,13 +2,15 @@
 
 import argparse
 import datetime
+import gc
 import hashlib
 import os
 import platform
 import random
 import signal
 import subprocess
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,15 @@ from torch.optim import Optimizer
 from util.cli import STOP_SIGNALS, UserError, silence
 
 PATIENCE = datetime.timedelta(minutes=10)  # how long processes wait for one that does not answer
+# What --attention switches on. Torch's plain "math" is always left for what these cannot run: flash takes no mask.
+# cuDNN's, which torch may prefer on an H100, has a record of wrong results.
+SDPA_KERNELS = {
+    "auto": ("flash", "mem_efficient"),
+    "flash": ("flash",),
+    "efficient": ("mem_efficient",),
+    "cudnn": ("cudnn",),
+    "math": (),
+}
 _launcher: int | None = None  # torchrun's process, if it started this one
 
 
@@ -66,15 +77,51 @@ def pick_device(name: str | None) -> torch.device:
     return device
 
 
+def set_up_device(name: str | None, attention: str = "auto", amp: str = "auto") -> torch.device:
+    """The device that `--device` names, now this process's current one, and which kernels run there."""
+    device = pick_device(name)
+    if device.type != "cuda":
+        return device
+    number = int(os.environ.get("LOCAL_RANK", device.index or 0))  # a launcher's word counts more than a flag's
+    device = torch.device("cuda", own_gpu(number, torch.cuda.device_count()))
+    torch.cuda.set_device(device)
+    for kernel in ("flash", "mem_efficient", "cudnn"):
+        getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(kernel in SDPA_KERNELS[attention])
+    torch.backends.cudnn.benchmark = True  # the one convolution, of the patch embedding, has fixed shapes
+    # TF32 only where it is asked for. Torch's own default is no for matrix products, but yes for convolutions.
+    torch.set_float32_matmul_precision("high" if amp == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = amp == "tf32"
+    return device
+
+
+def attention_kernels(attention: str, device: torch.device) -> str:
+    """The names of what `--attention` means on `device`; torch takes the first that can run."""
+    return ", ".join([*SDPA_KERNELS[attention], "math"]) if device.type == "cuda" else "the CPU's own"
+
+
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """Inside, matrix products are not rounded to TF32, whatever `--amp` says."""
+    before = torch.get_float32_matmul_precision()
+    if before == "highest":  # setting it again would be a change to torch.compile, which would start over
+        yield
+        return
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def init_distributed_mode(args: argparse.Namespace) -> torch.device:
-    """Join the processes that torchrun, submitit or srun started; returns this one's device.
+    """Join the processes that torchrun, submitit or srun started; returns this one's device, set up.
 
     Plain python is a world of one. `args.world_size` then tells how many there are.
     """
-    device = pick_device(args.device)
-    args.device = str(device)
     use_slurm_step()
     args.world_size = int(os.environ.get("WORLD_SIZE", 1))
+    device = set_up_device(args.device, args.attention, args.amp)
+    args.device, args.attention_kernels = args.device or device.type, attention_kernels(args.attention, device)
     if args.world_size == 1:
         return device
     # Joining the others needs torchrun, so the parent is still torchrun, not who inherits its children later.
@@ -82,13 +129,15 @@ def init_distributed_mode(args: argparse.Namespace) -> torch.device:
     _launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
     if "RANK" not in os.environ:
         raise UserError("WORLD_SIZE is set, but RANK is not: start several processes with torchrun")
-    backend = "gloo"
-    if device.type == "cuda":
-        backend = "cpu:gloo,cuda:nccl"
-        device = torch.device("cuda", own_gpu(int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()))
-        torch.cuda.set_device(device)
-    rank = int(os.environ["RANK"])
-    dist.init_process_group(backend, init_method=args.dist_url, rank=rank, world_size=args.world_size, timeout=PATIENCE)
+    gpu = device if device.type == "cuda" else None
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if gpu else "gloo",
+        init_method=args.dist_url,
+        rank=int(os.environ["RANK"]),
+        world_size=args.world_size,
+        timeout=PATIENCE,
+        device_id=gpu,  # NCCL connects now, where a fault of the network is easy to see, and not in the first step
+    )
     if not is_main_process():
         silence()  # the first process speaks for all
     return device
@@ -256,12 +305,15 @@ def amp_dtype(amp: str, device: torch.device) -> torch.dtype | None:
     if amp == "auto":
         if device.type != "cuda":
             return None
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-    return {"bf16": torch.bfloat16, "fp16": torch.float16, "off": None}[amp]
+        # V100s and T4s only emulate bf16, slowly.
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(amp)
 
 
 def precision(amp: str, device: torch.device) -> str:
     """The name of what `--amp` means on `device`."""
+    if amp == "tf32" and device.type == "cuda":
+        return amp
     return str(amp_dtype(amp, device) or torch.float32).removeprefix("torch.")
 
 
@@ -277,6 +329,7 @@ class NativeScalerWithGradNormCount:
 
     def __init__(self, device_type: str = "cuda", enabled: bool = True):
         self._scaler = torch.amp.GradScaler(device_type, enabled=enabled)
+        self._device_type = device_type
 
     def __call__(
         self,
@@ -296,6 +349,10 @@ class NativeScalerWithGradNormCount:
         self._scaler.update()
         optimizer.zero_grad()
 
+    def loss_scale(self) -> torch.Tensor | None:
+        """What the next loss is multiplied by, on the device; None unless losses are scaled."""
+        return self._scaler.scale(torch.ones((), device=self._device_type)) if self._scaler.is_enabled() else None
+
     def state_dict(self) -> dict:
         return self._scaler.state_dict()
 
@@ -304,13 +361,28 @@ class NativeScalerWithGradNormCount:
             self._scaler.load_state_dict(state_dict)
 
 
-def outlive_signals(_worker: int = 0) -> None:
-    """For loader processes: schedulers signal all processes of a job, but the main one still needs its loaders.
+@contextmanager
+def manual_garbage_collection() -> Iterator[None]:
+    """Inside, garbage is collected only when `gc.collect` is called, and what exists already is never searched.
 
-    They end when the main process tells them to, or is gone.
+    Python's own clock counts a process's allocations, so every process would collect in another step, and each time all
+    the others would wait for it.
     """
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def start_loader_process(_worker: int = 0) -> None:
+    """Schedulers signal all processes of a job, but the main one still needs its loaders: they end when it tells them
+    to, or is gone. They collect garbage as usual, because the main process holds batches in reserve."""
     for number in (*STOP_SIGNALS, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
+    gc.enable()
 
 
 def git_commit() -> str | None:

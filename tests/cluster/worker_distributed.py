@@ -94,7 +94,7 @@ def run(args):
             super().add(step, values)
 
     model, masking = with_ddp(state.model), build_masking(state, args)
-    log = EpochLog(Start(0), len(loader), LossGuard(skip=False), None, args)
+    log = EpochLog(Start(0), len(loader), LossGuard({}), None, args)
     log.buffer = Buffer()
     state.model.register_forward_pre_hook(lambda *_: events.append("forward"))
     state.model.register_forward_hook(lambda *call: removed.append(call[-1][2].sum().item()))

@@ -114,7 +114,7 @@ def train(model, *extra, steps_done=0):
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     state = TrainingState(model, optimizer, NativeScalerWithGradNormCount("cpu", enabled=False))
     iterations = count_steps(loader, args) * args.accum_iter
-    log = EpochLog(Start(2, steps_done), iterations, LossGuard(skip=False), None, args)
+    log = EpochLog(Start(2, steps_done), iterations, LossGuard({}), None, args)
     return train_one_epoch(model, Objective(args), loader, state, 2, log, args)
 
 

@@ -22,6 +22,7 @@ from models_mae import Autoencoder
 from util.cli import TrainingDiverged
 from util.datasets import build_pretrain_loader, count_steps, normalise
 from util.misc import NativeScalerWithGradNormCount
+from util.training.monitor import Monitor
 from util.training.progress import EpochLog, LossGuard
 from util.training.resume import Start, TrainingState
 
@@ -40,7 +41,7 @@ def setup(*flags):
 
 
 def train(args, state, loader, epoch=0, guard=None):
-    guard = guard or LossGuard(skip=args.amp == "fp16")
+    guard = guard or LossGuard(state.loss_scales())
     log = EpochLog(Start(epoch), count_steps(loader, args) * args.accum_iter, guard, None, args)
     return train_one_epoch(state.model, loader, build_masking(state, args), state, epoch, log, args)
 
@@ -194,20 +195,41 @@ def test_the_soft_pass_keeps_nothing_that_only_weight_gradients_need(soft):
         assert wide_tensors(keep_prob=keep_prob, soft=soft) == blocks
 
 
-def test_new_numbers_of_visible_tokens_are_not_compiled_anew(monkeypatch):
-    monkeypatch.setattr(Block, "compile", functools.partialmethod(Block.compile, backend="eager"))
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--masking", "random"),
+        ("--masking", "predictive"),
+        ("--soft", "tokens"),
+        ("--soft", "attention"),
+        ("--soft", "attention", "--select", "topk", "--grad_checkpointing"),
+        ("--cmm_every", "2", "--cmm_fraction", "0.25", "--cmm_dim", "32", "--amp", "bf16", "--knn_every", "1"),
+    ],
+    ids=" ".join,
+)
+def test_every_variant_is_compiled_once(monkeypatch, flags):
+    """With `fullgraph`, a graph break in a block is an error, and so is a block that torch gives up compiling. Training
+    and monitoring have compiled all they need after an epoch; other numbers of visible tokens need nothing new."""
+    most_visible = iter([5, 64, 40, 17, 9, 30, 60, 2])
+
+    def choose(self, ask, values):
+        return torch.arange(64) < torch.linspace(1, next(most_visible), len(values)).round()[:, None]
+
+    monkeypatch.setattr(Block, "compile", functools.partialmethod(Block.compile, backend="eager", fullgraph=True))
     torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    _, state, loader = setup("--compile")
-    imgs, _ = first_batch(loader)
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    args, state, loader = setup("--compile", "--input_size", 32, *flags)
+    masking, monitor = build_masking(state, args), Monitor(args, torch.device("cpu"))
     compiled = []
-    for most in range(2, 16):  # a batch with 1 to `most` visible tokens
-        visible = torch.arange(16) < torch.linspace(1, most, 8).round()[:, None]
-        state.model(imgs, visible=visible)[0].backward()
-        compiled.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    assert state.model.pad_to == 8
-    assert compiled[0] > 0
-    assert compiled[-1] <= 4, "an encoder's and a decoder's block, with and without padding"
+    for epoch in range(2):
+        with monkeypatch.context() as patch:
+            if args.masking == "curriculum" and args.select == "threshold":
+                patch.setattr(CurriculumMasking, "choose", choose)
+            train(args, state, loader, epoch)
+        monitor.after_epoch(epoch, state.model, masking, None)
+        compiled.append(counters["stats"]["unique_graphs"])
+    assert compiled[0] == compiled[-1] > 0
     torch._dynamo.reset()
 
 
@@ -398,9 +420,27 @@ def test_loss_that_is_not_finite_stops_the_run():
 
 def test_under_fp16_the_step_is_skipped_and_counted():
     args, state, loader = setup("--amp", "fp16")
-    guard = LossGuard(skip=True)
-    stats = train(args, state, PoisonedLoader(loader, {1, 2}), guard=guard)
-    assert guard.skipped == 2
+    guard = LossGuard(state.loss_scales())
+    stats = train(args, state, PoisonedLoader(loader, {0, 2}), guard=guard)
+    assert (guard.skipped, stats["skipped"]) == (2, 0.5)
     assert torch.isfinite(weights(state.model)).all()
     assert torch.isfinite(weights(state.cmm)).all()
     assert 0 < stats["loss"] < 10
+    assert stats["loss_scale"] == stats["cmm/loss_scale"] == 2.0**15 * 3 / 4, "the mean of the two finite iterations"
+
+
+def test_gradients_that_overflow_behind_finite_losses_are_counted_and_stop_the_run():
+    """The MAE learns nothing, its losses look healthy, and the masking module, whose gradients fit, learns on."""
+    args, state, loader = setup("--amp", "fp16", "--shapes_images", 144)
+    state.scaler._scaler._init_scale = 2.0**80
+    before, guard = weights(state.model), LossGuard(state.loss_scales())
+    stats = train(args, state, loader, guard=guard)  # 18 iterations
+    assert (guard.skipped, stats["skipped"]) == (18, 1)
+    assert torch.equal(weights(state.model), before)
+    assert 0 < stats["loss"] < 10
+    assert guard.scales == {"loss_scale": 2.0**62, "cmm/loss_scale": 2.0**16}
+
+    args, state, loader = setup("--amp", "fp16", "--shapes_images", 144)
+    state.model.mask_token.register_hook(lambda gradient: gradient * torch.inf)
+    with pytest.raises(TrainingDiverged, match=r"overflow fp16 at step 16 \(loss_scale 0\.5, cmm/loss_scale 6"):
+        train(args, state, loader)

@@ -1,11 +1,12 @@
 import logging
 import math
+from argparse import Namespace
 
 import pytest
 import torch
 
 from util.cli import Progress, TrainingDiverged
-from util.training.progress import Averages, LossGuard, MetricBuffer
+from util.training.progress import Averages, LossGuard, MetricBuffer, report_epoch, write_log
 
 
 def test_buffer_keeps_steps_and_names_apart():
@@ -24,21 +25,36 @@ def test_averages_count_each_name_for_itself():
 
 
 def test_guard_stops_at_the_first_loss_that_is_not_finite():
-    guard = LossGuard(skip=False)
-    assert guard.check(7, {"loss": 0.5, "cmm/loss": 1.25})
+    guard = LossGuard({})
+    assert guard.check(7, {"loss": 0.5, "cmm/loss": 1.25}, {})
     with pytest.raises(TrainingDiverged, match=r"step 8 \(loss nan\).*loss 0.5, cmm/loss 1.25.*--blr"):
-        guard.check(8, {"loss": math.nan})
+        guard.check(8, {"loss": math.nan}, {})
 
 
-def test_guard_counts_skipped_steps_and_gives_up_on_a_lost_run():
-    guard = LossGuard(skip=True)
-    for step in range(51):
-        assert guard.check(step, {"loss": math.inf if step % 2 else 1.0}) == (step % 2 == 0)
-    assert guard.skipped == 25
-    for step in range(LossGuard.MAX_SKIPPED_IN_A_ROW):
-        guard.check(step, {"loss": math.nan})
-    with pytest.raises(TrainingDiverged):
-        guard.check(1000, {"loss": math.nan})
+def test_under_fp16_a_lower_scale_is_a_skipped_step_and_one_below_1_the_end():
+    guard = LossGuard({"loss_scale": torch.tensor(4.0), "cmm/loss_scale": torch.tensor(4.0)})
+    for loss, *scales, skipped in (
+        (math.inf, 2.0, 2.0, 1),  # one step, whichever networks skip it
+        (0.5, 4.0, 2.0, 1),
+        (0.5, 4.0, 1.0, 2),  # finite losses hide the overflow of a gradient
+        (0.5, 4.0, 1.0, 2),
+    ):
+        assert guard.check(7, {"loss": loss}, dict(zip(guard.scales, scales, strict=True))) == math.isfinite(loss)
+        assert guard.skipped == skipped
+    with pytest.raises(
+        TrainingDiverged, match=r"step 8 \(loss_scale 4, cmm/loss_scale 0.5\) after 3 skipped.*loss 0.5"
+    ):
+        guard.check(8, {"loss": 0.5}, {"loss_scale": 4.0, "cmm/loss_scale": 0.5})
+
+
+def test_peak_memory_is_shown_and_not_logged(monkeypatch, clmae_log, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 31.25e9)
+    args = Namespace(epochs=3, output_dir=str(tmp_path))
+    report_epoch({"loss": 0.5}, {}, 0, 60.0, args)
+    write_log({"loss": 0.5}, {}, 0, None, args)
+    assert "epoch 1/3 done, 0:02:00 left  loss: 0.5  peak memory: 31.2 GB" in clmae_log.text
+    assert (tmp_path / "log.txt").read_text() == '{"train_loss": 0.5, "epoch": 0}\n'
 
 
 def test_plain_lines_where_output_is_not_a_terminal(caplog):

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from util.cli import tracked
-from util.misc import gather_rows, share_of_rank
+from util.misc import full_float32, gather_rows, share_of_rank
 
 GROUP = 64  # scores that are first reduced to their minimum; block widths are multiples of it
 SPARE = 8  # candidates beyond the neighbours asked for, so that rounding seldom leaves a query in doubt
@@ -35,7 +35,8 @@ def nearest_neighbours(
     rows, columns = block_shape(block_mb, len(mine), *train.shape)
     scan = Scan(train, rows, columns, device, cosine)
     blocks = mine.split(rows)
-    parts = [scan.search(scan.load(block), k) for block in tracked(blocks, header, len(blocks), rows, "queries/s")]
+    with full_float32():  # the bounds below are those of float32
+        parts = [scan.search(scan.load(block), k) for block in tracked(blocks, header, len(blocks), rows, "queries/s")]
     squares, found = (gather_rows(torch.cat(part).cpu()) for part in zip(*parts, strict=True))
     return squares / 2 if cosine else squares.sqrt(), found  # of unit vectors, half the square is 1 - cosine
 

@@ -1,11 +1,13 @@
 """What a run reports: values kept on the device until they are due, the log of an epoch, log.txt, TensorBoard."""
 
 import datetime
+import gc
 import json
 import math
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch.utils.tensorboard import SummaryWriter
@@ -20,7 +22,8 @@ LOG = "log.txt"
 LARGEST = 1e100  # of a line's finite numbers; curves of larger ones cannot be drawn
 SHOWN = (
     *("loss", "cmm/loss", "lambda_cl", "mask/visible", "mask/distinct", "mask/decisive", "mask/error_vs_random"),
-    *("knn/acc1", "knn/acc5", "test/acc1", "test/acc5", "test/loss", "skipped_steps"),
+    *("knn/acc1", "knn/acc5", "test/acc1", "test/acc5", "test/loss"),
+    *("loss_scale", "cmm/loss_scale", "skipped"),
 )
 
 
@@ -70,33 +73,39 @@ class Averages:
 
 
 class LossGuard:
-    """Watches the losses of a run: stops it at the first that is not finite or, under fp16, counts the skipped steps.
+    """Watches the losses of a run, which the first that is not finite stops, and under fp16 the loss scales.
 
-    Under fp16 the gradient scaler has already skipped such a step, and lowers its scale until the steps fit again.
-    Only a long unbroken series of them means that the weights themselves are lost.
+    Under fp16 the scaler skips a step whose gradients overflow, be its losses finite or not, and halves the scale. So a
+    scale that fell is a step skipped. Some are normal; a scale below 1 means that no scale helps.
+
+    `scales` are those that the run starts with, none unless it scales its losses.
     """
 
-    MAX_SKIPPED_IN_A_ROW = 100
-
-    def __init__(self, skip: bool):
-        self.skip = skip
-        self.skipped = self._in_a_row = 0
+    def __init__(self, scales: Mapping[str, torch.Tensor]):
+        self.scales = {name: scale.item() for name, scale in scales.items()}
+        self.skipped = 0
         self._last_finite = "none yet"
 
-    def check(self, step: int, losses: Mapping[str, float]) -> bool:
-        """Whether the losses of `step` are all finite."""
+    def check(self, step: int, losses: Mapping[str, float], scales: Mapping[str, float]) -> bool:
+        """Whether the losses of `step` are all finite. `scales` are those that it left behind."""
         text = ", ".join(f"{name} {value:.4g}" for name, value in losses.items())
-        if all(math.isfinite(value) for value in losses.values()):
-            self._last_finite, self._in_a_row = text, 0
-            return True
-        self.skipped += 1
-        self._in_a_row += 1
-        if not self.skip or self._in_a_row > self.MAX_SKIPPED_IN_A_ROW:
-            raise TrainingDiverged(
-                f"the loss is not finite at step {step} ({text}); the last finite losses were: {self._last_finite}. "
-                "Checkpoints written before are untouched. Try a lower --blr, --clip_grad 1, or --amp off"
-            )
-        return False
+        finite = all(math.isfinite(value) for value in losses.values())
+        if not finite and not scales:
+            self.stop(f"the loss is not finite at step {step} ({text})")
+        self.skipped += any(scale < self.scales[name] for name, scale in scales.items())
+        self.scales = dict(scales)
+        if any(scale < 1 for scale in scales.values()):
+            fallen = ", ".join(f"{name} {scale:.4g}" for name, scale in scales.items())
+            self.stop(f"gradients overflow fp16 at step {step} ({fallen}) after {self.skipped} skipped steps")
+        if finite:
+            self._last_finite = text
+        return finite
+
+    def stop(self, reason: str) -> NoReturn:
+        raise TrainingDiverged(
+            f"{reason}; the last finite losses were: {self._last_finite}. Checkpoints written before are untouched. "
+            "Try a lower --blr, --clip_grad 1, or --amp off"
+        )
 
 
 class Board(SummaryWriter):
@@ -171,18 +180,23 @@ class EpochLog:
         """Bring the values of all iterations so far from the device, check and add them up."""
         for iteration, values in self.buffer.fetch():
             step = self.epoch * self.iterations + iteration
-            losses = {name: value for name, value in values.items() if not name.startswith("mask/")}
-            if self.loss_guard.check(step, losses):
+            scales = {name: value for name, value in values.items() if name.endswith("loss_scale")}
+            losses = {name: values[name] for name in values if not name.startswith("mask/") and name not in scales}
+            before = self.loss_guard.skipped
+            if self.loss_guard.check(step, losses, scales):
                 values |= self.settings[iteration]
-                self.interval.update(values)
-                self.averages.update(values)
+            else:
+                values = {}  # they would spoil the means
+            if scales:
+                values["skipped"] = self.loss_guard.skipped - before  # its mean is the share of skipped steps
+            self.interval.update(values)
+            self.averages.update(values)
         self.settings.clear()
 
     def report(self) -> None:
         self.collect()
+        gc.collect(1)  # what these iterations left, while the device is waited for anyway
         means, self.interval = self.interval.means(), Averages()
-        if self.loss_guard.skipped:
-            means["skipped_steps"] = self.loss_guard.skipped
         rate = self.progress.images_per_second()
         if self.log_writer is not None:
             # Upstream's axis: thousandths of an epoch, so that curves of different batch sizes lie over each other.
@@ -293,4 +307,6 @@ def report_epoch(
     """`seconds` is what an epoch takes."""
     left = datetime.timedelta(seconds=int(seconds * (args.epochs - epoch - 1)))
     text = "  ".join(f"{name}: {value:.4g}" for name, value in brief({**stats, **metrics}).items())
+    if torch.cuda.is_initialized():  # not for log.txt: equal runs, equal logs
+        text += f"  peak memory: {torch.cuda.max_memory_allocated() / 1e9:.1f} GB"
     logger.info("epoch %d/%d done, %s left  %s", epoch + 1, args.epochs, left, text)

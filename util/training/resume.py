@@ -6,6 +6,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -22,7 +23,17 @@ FREE = {
     *("output_dir", "log_dir", "save_every", "save_minutes", "keep", "vis_every", "knn_every"),
     *("resume", "init", "finetune", "start_epoch", "allow_changes", "eval", "dist_eval", "data_name", "classes"),
     *("data_path", "download", "class_list", "max_bad_images", "num_workers", "pin_mem"),
-    *("device", "amp", "compile", "grad_checkpointing", "batch_size", "global_batch_size", "cmm_lr"),
+    *(
+        "device",
+        "amp",
+        "attention",
+        "attention_kernels",
+        "compile",
+        "grad_checkpointing",
+        "batch_size",
+        "global_batch_size",
+        "cmm_lr",
+    ),
     *("world_size", "local_rank", "dist_on_itp", "dist_url", "commit"),
 }
 
@@ -43,6 +54,12 @@ class TrainingState:
         if self.cmm is None or self.optimizer_cmm is None or self.scaler_cmm is None:
             raise ValueError("this run's masks are not learned")
         return self.cmm, self.optimizer_cmm, self.scaler_cmm
+
+    def loss_scales(self) -> dict[str, torch.Tensor]:
+        """Of each network under fp16, on the device."""
+        scalers = {"loss_scale": self.scaler, "cmm/loss_scale": self.scaler_cmm}
+        scales = {name: scaler and scaler.loss_scale() for name, scaler in scalers.items()}
+        return {name: scale for name, scale in scales.items() if scale is not None}
 
     def state_dict(self) -> dict[str, dict]:
         return {name: part.state_dict() for name, part in vars(self).items() if part is not None}
