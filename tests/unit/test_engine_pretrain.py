@@ -374,7 +374,7 @@ def test_learning_rates_follow_their_schedules():
     "flags",
     [
         *[("--masking", name) for name in ("random", "block", "grid", "noise", "predictive")],
-        ("--select", "topk"),
+        ("--select", "topk", "--amp", "fp16"),
         ("--select", "topk", "--soft", "attention"),
     ],
     ids=" ".join,
@@ -384,7 +384,7 @@ def test_no_step_waits_for_the_device(monkeypatch, flags):
     sequence does too, once per step: there is no other way to know it.)"""
     args, state, loader = setup(*flags, "--batch_size", 2)
     loader = PoisonedLoader(loader, set(), batches=list(loader))  # what the loader does is on the host anyway
-    waits = []
+    guard, waits = LossGuard(state.loss_scales()), []
     for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__"):
         original = getattr(torch.Tensor, name)
 
@@ -393,7 +393,7 @@ def test_no_step_waits_for_the_device(monkeypatch, flags):
             return _original(tensor, *args, **kwargs)
 
         monkeypatch.setattr(torch.Tensor, name, spy)
-    train(args, state, loader)  # 16 iterations, one report
+    train(args, state, loader, guard=guard)  # 16 iterations, one report
     assert waits == ["tolist"]
 
 
