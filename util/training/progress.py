@@ -92,9 +92,10 @@ class LossGuard:
         finite = all(math.isfinite(value) for value in losses.values())
         if not finite and not scales:
             self.stop(f"the loss is not finite at step {step} ({text})")
-        self.skipped += any(scale < self.scales[name] for name, scale in scales.items())
+        # Scales are powers of two, but for the rounding of their mean over processes.
+        self.skipped += any(scale < 0.9 * self.scales[name] for name, scale in scales.items())
         self.scales = dict(scales)
-        if any(scale < 1 for scale in scales.values()):
+        if any(scale < 0.9 for scale in scales.values()):
             fallen = ", ".join(f"{name} {scale:.4g}" for name, scale in scales.items())
             self.stop(f"gradients overflow fp16 at step {step} ({fallen}) after {self.skipped} skipped steps")
         if finite:
