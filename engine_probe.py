@@ -1,4 +1,4 @@
-"""Linear classifiers on frozen features: upstream's probe, trained by gradient steps, and the few-shot softmax layer.
+"""Linear classifiers on frozen features: upstream's probe, trained by gradient steps, and a softmax layer, solved.
 
 LinearHeads, train_one_epoch    many heads at once: one for each run (seed) and learning rate
 fit_softmax                     one head, solved to its optimum
@@ -152,13 +152,13 @@ class EncodedBatches:
             yield gather_rows(features, equal=True)[None], gather_rows(labels, equal=True)[None]
 
 
-# --- Few shots ---
+# --- To the optimum ---
 
 
 def fit_softmax(
     features: torch.Tensor, labels: torch.Tensor, num_classes: int, l2: float, device: torch.device | str
 ) -> LinearHeads:
-    """The softmax layer on few features [M, D] that minimises sum of cross-entropies + l2 / 2 |W|^2.
+    """The softmax layer on features [M, D] that minimises sum of cross-entropies + l2 / 2 |W|^2.
 
     The features are standardised with their own mean and deviation, as the probe's batch normalisation would. The
     problem is convex: it has one answer, and no learning rate, schedule or seed takes part in it.
@@ -167,20 +167,32 @@ def fit_softmax(
     x, labels = features.double().to(device), labels.to(device)
     heads.norm.running_mean, heads.norm.running_var = x.mean(dim=0), x.var(dim=0, correction=0)
     heads.eval()  # normalise with these statistics
-    nn.init.zeros_(heads.weight)
+    x = torch.cat([heads.norm(x), x.new_ones(len(x), 1)], dim=1)  # [M, D + 1]: the last is the bias
+    penalty = x.new_full((x.shape[1],), l2)
+    penalty[-1] = 0
+    # Tokens are highly correlated. In coordinates where the curvature at zero is the identity, the same optimum is
+    # reached in a tenth of the steps.
+    factor = torch.linalg.cholesky(x.T @ x / num_classes + penalty.diag())
+    z = torch.linalg.solve_triangular(factor, x.T, upper=False).T
+    v = x.new_zeros(x.shape[1], num_classes, requires_grad=True)
     optimizer = torch.optim.LBFGS(
-        heads.parameters(),
+        [v],
         max_iter=1000,
-        tolerance_grad=1e-4,
-        tolerance_change=1e-12,
+        tolerance_grad=1e-6,
+        tolerance_change=1e-14,
         line_search_fn="strong_wolfe",
     )
 
+    def weights() -> torch.Tensor:
+        return torch.linalg.solve_triangular(factor.T, v, upper=True)  # [D + 1, C]
+
     def objective() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = F.cross_entropy(heads(x[None])[0, 0], labels, reduction="sum") + l2 / 2 * heads.weight.square().sum()
+        loss = F.cross_entropy(z @ v, labels, reduction="sum") + (penalty[:, None] * weights().square()).sum() / 2
         loss.backward()
         return loss
 
     optimizer.step(objective)
+    with torch.no_grad():
+        heads.weight[0, 0], heads.bias[0, 0] = weights()[:-1].T, weights()[-1]
     return heads.float()
