@@ -11,10 +11,9 @@ iteration is engine_pretrain.py's own, on ready images: no loader is involved.
 import logging
 import resource
 import statistics
-import subprocess
-import sys
 from argparse import REMAINDER, Namespace
 from collections.abc import Iterator
+from multiprocessing import get_context
 from typing import cast
 
 import torch
@@ -59,7 +58,6 @@ def get_args_parser() -> ArgumentParser:
     parser.add_argument("--methods", default=eager, nargs="+", choices=METHODS, help="the first is the reference")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--memory", action="store_true", help="peak memory of each method, in a process of its own")
-    parser.add_argument("--one", default=None, help="(internal) run this method alone and report its peak memory")
     parser.add_argument("--pretrain", default=[], nargs=REMAINDER, metavar="FLAG", help="comes last: pretraining flags")
     return parser
 
@@ -79,14 +77,14 @@ class ReadyImages:
 
 
 class Contender:
-    """One method with networks of its own, ready to iterate."""
+    """One method, given by flags of main_pretrain.py, with networks of its own, ready to iterate."""
 
-    def __init__(self, name: str, args: Namespace):
+    def __init__(self, method: str, args: Namespace):
         with torch.device("meta"):
             half = build_mae(args.model).cls_token.shape[-1] // 2
         size = args.input_size or (32 if "micro" in args.model else 224)
         flags = f"--model {args.model} --input_size {size} --batch_size {args.batch_size} --device {args.device} "
-        flags += "--warmup_epochs 0 --epochs 1 --lr 1e-4 " + METHODS[name].replace("HALF", str(half))
+        flags += "--warmup_epochs 0 --epochs 1 --lr 1e-4 " + method.replace("HALF", str(half))
         self.args = main_pretrain.get_args_parser().parse_args([*flags.split(), *args.pretrain])
         main_pretrain.check_args(self.args)
         main_pretrain.settle_batch_and_rates(self.args)
@@ -116,7 +114,7 @@ class Contender:
 
 
 def report_time(args: Namespace) -> None:
-    contenders = {name: Contender(name, args) for name in args.methods}
+    contenders = {name: Contender(METHODS[name], args) for name in args.methods}
     times, _ = alternate({name: lambda _, one=one: one.iterate() for name, one in contenders.items()}, args.rounds)
     gflop = {name: contender.gflop() for name, contender in contenders.items()}
     first, rows = args.methods[0], []
@@ -128,10 +126,10 @@ def report_time(args: Namespace) -> None:
     show_table("an iteration (medians)", header, rows)
 
 
-def peak_memory(args: Namespace) -> float:
+def peak_memory(method: str, args: Namespace) -> float:
     """Gigabytes that a few iterations take beyond what the process has after its imports."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    contender = Contender(args.one, args)
+    contender = Contender(method, args)
     contender.iterate(2)  # the first has no state of AdamW yet
     if contender.device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 1e9
@@ -140,20 +138,14 @@ def peak_memory(args: Namespace) -> float:
 
 def report_memory(args: Namespace) -> None:
     """Each method in a fresh process, because a peak is that of a process."""
-    peaks = {}
-    for method in args.methods:
-        command = [sys.executable, "-m", "benchmarks.bench_step", "--one", method, *sys.argv[1:]]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        peaks[method] = float(done.stdout.splitlines()[-1])
+    with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        peaks = {method: pool.apply(peak_memory, (METHODS[method], args)) for method in args.methods}
     first = args.methods[0]
     rows = [[method, f"{peak:.2f}", f"{peak / peaks[first]:.2f}"] for method, peak in peaks.items()]
     show_table("peak memory", ["method", "GB", f"/ {first}"], rows)
 
 
 def main(args: Namespace) -> None:
-    if args.one:
-        logger.info("%f", peak_memory(args))
-        return
     logger.info("%s, batch %d, %s, %d threads", args.model, args.batch_size, args.device, torch.get_num_threads())
     (report_memory if args.memory else report_time)(args)
 

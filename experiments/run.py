@@ -14,7 +14,7 @@ import platform
 import shlex
 import sys
 import textwrap
-from argparse import REMAINDER, Namespace
+from argparse import REMAINDER, Namespace, _ArgumentGroup
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ import main_pretrain
 import main_visualize
 from experiments.plan import Run, Step, data_folder, data_name, expand, source_flags
 from experiments.recipes import RECIPES, SCALES, Recipe
-from experiments.runner import LocalQueue, command, machine_slots, submit_all
+from experiments.runner import command, work
 from experiments.table import build_tables
 from util.arguments import DATA_SETS
 from util.checkpoint import write_text
@@ -37,18 +37,24 @@ def get_args_parser() -> ArgumentParser:
     parser = ArgumentParser("python -m experiments.run", description="Repeat a table or figure of the paper")
     parser.add_argument("recipes", metavar="RECIPE", nargs="*", help="names of recipes, in this order")
     parser.add_argument("--list", action="store_true", help="tell what each recipe runs, costs, and should reach")
+    what = add_run_arguments(parser, list(SCALES), "./output_dir/experiments")
+    what.add_argument("--downstream_path", default=None, help="folder with the downstream sets (docs/datasets.md)")
+    what.add_argument("--features", default="cls_token", choices=["cls_token", "global_pool"], help="to evaluate")
+    return parser
+
+
+def add_run_arguments(parser: ArgumentParser, scales: list[str], output_dir: str) -> _ArgumentGroup:
+    """What every program that plans runs takes; returns the group of what to run."""
     parser.add_argument("--dry_run", action="store_true", help="show the commands, and run nothing")
     parser.add_argument("--table_only", action="store_true", help="show the table of what is there, and run nothing")
 
     what = parser.add_argument_group("what to run")
-    what.add_argument("--scale", default="small", choices=list(SCALES), help="the paper's, or a laptop's")
+    what.add_argument("--scale", default="small", choices=scales, help="a laptop's, or a cluster's (full)")
     what.add_argument("--seeds", default=[0], type=int, nargs="+", help="a pretraining for each; gives deviations")
     what.add_argument("--data_set", default="folder", choices=DATA_SETS, help="to pretrain on; shapes is built in")
     what.add_argument("--data_path", default=None, help="where it lies")
     what.add_argument("--download", action="store_true", help="let torchvision fetch it to there first")
-    what.add_argument("--downstream_path", default=None, help="folder with the downstream sets (docs/datasets.md)")
-    what.add_argument("--features", default="cls_token", choices=["cls_token", "global_pool"], help="to evaluate")
-    what.add_argument("--output_dir", default="./output_dir/experiments", help="runs, tables and figures")
+    what.add_argument("--output_dir", default=output_dir, help="runs, tables and figures")
     what.add_argument("--pretrain", default=[], nargs=REMAINDER, metavar="FLAG", help="comes last: pretraining flags")
 
     where = parser.add_argument_group("where to run it")
@@ -57,7 +63,7 @@ def get_args_parser() -> ArgumentParser:
     where.add_argument("--device", default=None, help="default: cuda if there is one, else cpu")
     add_resource_arguments(where)
     parser.set_defaults(nodes=1, ngpus=None)
-    return parser
+    return what
 
 
 def check_args(args: Namespace) -> None:
@@ -66,6 +72,11 @@ def check_args(args: Namespace) -> None:
         raise UserError(f"RECIPE is missing; {known}")
     if unknown := [name for name in args.recipes if name not in RECIPES]:
         raise UserError(f"there is no recipe {unknown[0]}; {known}")
+    settle_run_args(args)
+
+
+def settle_run_args(args: Namespace) -> None:
+    """Of the flags that all planning programs share."""
     if len(set(args.seeds)) < len(args.seeds):
         raise UserError(f"--seeds {' '.join(map(str, args.seeds))}: give each seed once")
     if args.jobs is not None and args.jobs < 1:
@@ -100,7 +111,7 @@ def fetch(example: Run) -> None:
 def typed_command(each: Run, step: Step, args: Namespace) -> str:
     """What a user would type instead."""
     done, pretrain = "# done: " if each.is_done(step) else "", step is each.pretrain
-    if args.cluster == "local":
+    if args.cluster == "local" or "." in step.program:
         return done + shlex.join(["python", *command(step, args.ngpus)])
     script = "submitit_pretrain.py" if pretrain else f"submitit_eval.py --task {step.program.removeprefix('main_')}"
     partition = f" --partition {args.partition}" if args.partition else ""
@@ -183,8 +194,7 @@ def main(args: Namespace) -> None:
             fetch(runs[0])
         failed = {}
         if not args.table_only:
-            local = args.cluster == "local"
-            failed = LocalQueue(machine_slots(args.ngpus, args.jobs)).work(runs) if local else submit_all(runs, args)
+            failed = work(runs, args)
         report(name, runs, failed, args)
         failures += len(failed)
     if failures:

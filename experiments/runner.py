@@ -29,7 +29,15 @@ Slot = tuple[dict[str, str], int]  # what one run at a time has to itself: envir
 
 def command(step: Step, processes: int) -> list[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    return [*(launcher if processes > 1 else []), os.path.relpath(ROOT / f"{step.program}.py"), *step.flags]
+    program = ["-m", step.program] if "." in step.program else [os.path.relpath(ROOT / f"{step.program}.py")]
+    return [*(launcher if processes > 1 else []), *program, *step.flags]
+
+
+def work(runs: list[Run], args: Namespace) -> dict[Run, str]:
+    """Do or submit all that is not done yet; returns what failed, and why."""
+    if args.cluster == "slurm":
+        return submit_all(runs, args)
+    return LocalQueue(machine_slots(args.ngpus, args.jobs)).work(runs)
 
 
 # --- On this machine ---

@@ -1,0 +1,252 @@
+"""MaskBench's tables: every strategy beside its baseline, and how noisy each measure is."""
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from experiments.paired import DRAWS, LEVEL, Differences, Estimate, estimate_all, measure_noise, seeds_needed
+from experiments.probe import FEATURES, PARTS, ProbedRun
+from util.cli import UserError
+from util.evaluation.tables import Cell, Group, Table, csv_text, p_value
+from util.plots.style import COLOURS, MARKERS, verbatim
+
+EFFECT = 0.5  # points: the difference that a benchmark should be able to tell from none
+FEATURE_NAMES = {"mean": "mean token", "cls": "[CLS] token", "both": "both"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row of the leaderboard: a strategy, trained for so many epochs."""
+
+    label: str
+    strategy: str
+    epochs: int
+    baseline: str  # label of the row that it is compared to; its own, if none
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of an iteration, beside one of random masks. Times alternate in one process: the median ratio, and its range."""
+
+    time: float
+    fastest: float
+    slowest: float
+    gflop: float  # per image
+    memory: float  # peak, in GB
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What is known of an entry; accuracies and differences are in points."""
+
+    entry: Entry
+    measure: str
+    part: str
+    seeds: int
+    accuracy: float
+    gain: Estimate | None  # None for a baseline
+    cost: Cost | None
+    compute: float | None  # of the whole training, over the baseline's
+
+
+Probes = dict[str, dict[int, ProbedRun]]  # by label and seed
+
+
+def standings(
+    entries: Sequence[Entry],
+    probes: Probes,
+    costs: dict[str, Cost],
+    measure: str,
+    part: str = "all",
+    draws: int = DRAWS,
+) -> list[Standing]:
+    """The rows of the leaderboard, best first; entries without results are left out."""
+    check_same(probes)
+    found = [entry for entry in entries if probes.get(entry.label)]
+    scores = {entry.label: scores_of(probes[entry.label], measure, part) for entry in found}
+    compared = {entry.label: shared for entry in found if (shared := difference(entry, scores))}
+    gains = dict(zip(compared, estimate_all(list(compared.values()), draws), strict=True))
+    epochs = {entry.label: entry.epochs for entry in entries}
+    rows = []
+    for entry in found:
+        accuracy = float(np.mean([each.mean() for each in scores[entry.label].values()]))
+        cost = costs.get(entry.strategy)
+        compute = cost.time * entry.epochs / epochs[entry.baseline] if cost else None
+        seeds, gain = len(scores[entry.label]), gains.get(entry.label)
+        rows.append(Standing(entry, measure, part, seeds, accuracy, gain, cost, compute))
+    return sorted(rows, key=lambda row: -row.accuracy)
+
+
+def scores_of(probes: dict[int, ProbedRun], measure: str, part: str) -> dict[int, np.ndarray]:
+    """Points of each image [N], by seed."""
+    found = {}
+    for seed, probe in sorted(probes.items()):
+        if measure not in probe.measures:
+            raise UserError(f"--measure {measure}: {probe.path} has {', '.join(probe.measures)}")
+        chosen = probe.part(part)
+        if not chosen.any():
+            raise UserError(f"--part {part}: {probe.path} has no such images; the run used all training images")
+        found[seed] = 100 * probe.measures[measure][chosen]
+    return found
+
+
+def difference(entry: Entry, scores: dict[str, dict[int, np.ndarray]]) -> Differences | None:
+    """To the baseline's same seeds; None where there are none, and for a baseline."""
+    own, base = scores[entry.label], scores.get(entry.baseline, {})
+    seeds = tuple(seed for seed in own if seed in base)
+    if not seeds or entry.label == entry.baseline:
+        return None
+    return Differences(seeds, np.stack([own[seed] - base[seed] for seed in seeds]))
+
+
+def check_same(probes: Probes) -> None:
+    """Images are paired by their place."""
+    every = [probe for of_label in probes.values() for probe in of_label.values()]
+    for probe in every[1:]:
+        if not np.array_equal(probe.images, every[0].images):
+            raise UserError(f"{probe.path} and {every[0].path} are of different images; probe both on the same data")
+
+
+# --- Tables ---
+
+
+def leaderboard_table(rows: Sequence[Standing]) -> Table:
+    lines = []
+    for row in rows:
+        gain, cost = row.gain, row.cost
+        cells = [Cell(str(row.entry.epochs)), Cell(str(row.seeds)), Cell(f"{row.accuracy:.2f}")]
+        if gain:
+            cells += [Cell(f"{gain.mean:+.2f}"), Cell(shown_interval(gain.interval))]
+            cells += [Cell(shown_interval(gain.simultaneous)), Cell("-" if gain.p_holm is None else p_value(gain.p_holm))]
+        else:
+            cells += [Cell("")] * 4
+        cells += [Cell(f"{cost.time:.2f}" if cost else "-"), Cell(f"{row.compute:.2f}" if row.compute else "-")]
+        cells += [Cell(f"{cost.gflop:.3g}" if cost else "-"), Cell(f"{cost.memory:.2f}" if cost else "-")]
+        lines.append(([row.entry.label, gain.verdict if gain else "baseline"], cells))
+    groups = [
+        Group("", ["epochs", "seeds", "Acc@1"]),
+        Group("over its baseline:", ["gain", "95 %", "95 %, all together", "p (Holm)"]),
+        Group("cost:", ["step / random", "compute", "GFLOP", "GB"]),
+    ]
+    return Table(f"Leaderboard: {shown_measure(rows[0].measure)}, {shown_part(rows[0].part)}", ["", ""], groups, lines)
+
+
+def features_table(by_measure: dict[str, list[Standing]]) -> Table:
+    """The kinds of features side by side, in the order of the first."""
+    first, *_ = by_measure.values()
+    at = {measure: {row.entry.label: row for row in rows} for measure, rows in by_measure.items()}
+    lines = []
+    for label in (row.entry.label for row in first):
+        cells = []
+        for rows in at.values():
+            row = rows[label]
+            cells += [Cell(f"{row.accuracy:.2f}"), Cell(f"{row.gain.mean:+.2f}" if row.gain else "")]
+            cells += [Cell(shown_interval(row.gain.interval) if row.gain else "")]
+        lines.append(([label], cells))
+    names = [f"{FEATURE_NAMES[measure.split('-')[1]]}:" for measure in by_measure]
+    return Table("By features", [""], [Group(name, ["Acc@1", "gain", "95 %"]) for name in names], lines)
+
+
+def noise_table(entries: Sequence[Entry], probes: Probes) -> Table | None:
+    """How much each measure scatters over seeds, from the seeds that all entries of a baseline share."""
+    family = [entry for entry in entries if entry.baseline == entries[0].baseline and probes.get(entry.label)]
+    family.sort(key=lambda entry: entry.label != entry.baseline)  # it comes first
+    seeds = sorted(set.intersection(*(set(probes[entry.label]) for entry in family))) if family else []
+    if len(family) < 2 or len(seeds) < 2 or family[0].label != family[0].baseline:
+        return None
+    first, lines = probes[family[0].label][seeds[0]], []
+    for part in (part for part in PARTS if first.part(part).any()):
+        for measure in first.measures:
+            scores = [scores_of(probes[entry.label], measure, part) for entry in family]
+            noise = measure_noise(np.array([[own[seed].mean(dtype=float) for seed in seeds] for own in scores]))
+            corrected = (1 - LEVEL) / (len(family) - 1)
+            needed = [seeds_needed(noise.paired, EFFECT), seeds_needed(noise.unpaired, EFFECT)]
+            needed += [seeds_needed(noise.paired, EFFECT, alpha=corrected)]
+            cells = [Cell(f"{value:.2f}") for value in (noise.accuracy, noise.paired, noise.unpaired)]
+            lines.append(([shown_measure(measure), shown_part(part)], cells + [Cell(str(number)) for number in needed]))
+    groups = [
+        Group("deviation over seeds of:", ["Acc@1", "paired difference", "unpaired difference"]),
+        Group(f"seeds to tell {EFFECT} points:", ["paired", "unpaired", f"paired, {len(family) - 1} strategies"]),
+    ]
+    return Table(f"Noise, from {len(seeds)} seeds of {len(family)} strategies", ["measure", "images"], groups, lines)
+
+
+def shown_interval(interval: tuple[float, float] | None) -> str:
+    return "-" if interval is None else f"{interval[0]:+.2f} to {interval[1]:+.2f}"
+
+
+def shown_measure(measure: str) -> str:
+    encoder, feature = measure.split("-")
+    names = {"final": "last checkpoint", "last": "mean of last checkpoints", "average": "averaged weights"}
+    return f"{FEATURE_NAMES[feature]}, {names[encoder]}"
+
+
+def shown_part(part: str) -> str:
+    return {"all": "all unseen images", "held_out": "held-out images", "test": "test images"}[part]
+
+
+def leaderboard_csv(rows: Sequence[Standing]) -> str:
+    """In full precision; empty where unknown."""
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    bounds = ("low", "high", "low_simultaneous", "high_simultaneous")
+    header = ("label", "strategy", "epochs", "baseline", "measure", "part", "seeds", "acc1", "gain", *bounds)
+    writer.writerow([*header, "p", "p_holm", "step_time", "compute", "gflop", "memory_gb"])
+    for row in rows:
+        gain, cost, entry = row.gain, row.cost, row.entry
+        names = [csv_text(entry.label), csv_text(entry.strategy), entry.epochs, csv_text(entry.baseline)]
+        limits = [*((gain and gain.interval) or (None, None)), *((gain and gain.simultaneous) or (None, None))]
+        tests = [gain.mean, *limits, gain.p, gain.p_holm] if gain else [None] * 7
+        costs = [cost.time, row.compute, cost.gflop, cost.memory] if cost else [None] * 4
+        writer.writerow([*names, row.measure, row.part, row.seeds, row.accuracy, *tests, *costs])
+    return buffer.getvalue()
+
+
+def compute_figure(rows: Sequence[Standing]) -> Figure:
+    """Accuracy against compute. Bars are the simultaneous intervals of differences to the baseline."""
+    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for at, row in enumerate(rows):
+        interval = row.gain.simultaneous if row.gain else None
+        bar = [[row.gain.mean - interval[0]], [interval[1] - row.gain.mean]] if row.gain and interval else None
+        colour, marker = COLOURS[at % len(COLOURS)], MARKERS[at % len(MARKERS)]
+        x = 1.0 if row.compute is None else row.compute
+        style = {"color": colour, "marker": marker, "markersize": 6, "linestyle": "none", "elinewidth": 1, "capsize": 3}
+        axes.errorbar([x], [row.accuracy], yerr=bar, label=verbatim(row.entry.label), **style)
+        if row.gain is None:
+            axes.axhline(row.accuracy, color="0.6", linewidth=1, linestyle="--")
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("training compute / the baseline's (measured step time x epochs)")
+    axes.set_ylabel("Acc@1 (%)")
+    axes.set_title(f"{shown_measure(rows[0].measure)}, {shown_part(rows[0].part)}", fontsize=10)
+    axes.grid(color="0.92")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside right upper", frameon=False, fontsize=8)
+    return figure
+
+
+def measures_beside(measure: str) -> list[str]:
+    """The same encoder with all kinds of features, the chosen one first."""
+    encoder, chosen = measure.split("-")
+    return [f"{encoder}-{feature}" for feature in sorted(FEATURES, key=lambda name: name != chosen)]
+
+
+def write_leaderboard(folder: Path, name: str, text: str, rows: Sequence[Standing]) -> list[Path]:
+    """NAME.md, NAME.csv and NAME.png."""
+    from util.checkpoint import write_text
+    from util.plots.style import save_figure
+
+    files = {folder / f"{name}.md": text, folder / f"{name}.csv": leaderboard_csv(rows)}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, content in files.items():
+            write_text(path, content)
+        return [*files, *save_figure(compute_figure(rows), folder / name, ["png"])]
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error.strerror}; give another --output_dir") from None

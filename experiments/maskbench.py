@@ -1,0 +1,351 @@
+"""MaskBench: which masks help? Every strategy through the same training, evaluation and statistics.
+
+    python -m experiments.maskbench --data_path data/cifar10 --seeds 0 1 2 3 4
+    python -m experiments.maskbench --data_path data/cifar10 --strategies random grid path/to/mine.py:stripes
+    python -m experiments.maskbench --scale full --data_path /data/imagenet --cluster slurm --partition NAME
+
+Runs of a seed share initial weights, order of images and crops, whatever the strategy. Each is measured by
+experiments.probe, and compared to random masks by experiments.paired. The same command skips what is done and resumes
+what was interrupted.
+"""
+
+import json
+import statistics
+import sys
+from argparse import Namespace
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+from benchmarks.bench_step import PER_TURN, Contender, peak_memory
+from benchmarks.timing import alternate
+from experiments.leaderboard import (
+    Cost,
+    Entry,
+    Probes,
+    features_table,
+    leaderboard_table,
+    measures_beside,
+    noise_table,
+    standings,
+    write_leaderboard,
+)
+from experiments.paired import FEWEST_SEEDS
+from experiments.plan import Run, Step, data_folder, data_name, parse
+from experiments.probe import AVERAGE, FEATURES, PARTS, PROTOCOL, read_probe
+from experiments.recipes import RELEASED_FLAGS, Variant
+from experiments.run import add_run_arguments, fetch, settle_run_args, typed_command
+from experiments.runner import work
+from masking import find_strategy
+from util.checkpoint import write_text
+from util.cli import ArgumentParser, UserError, file_name, logger, positive, run
+from util.evaluation.tables import as_markdown, as_text
+
+BASELINE = "random"
+
+
+@dataclass(frozen=True)
+class MaskStrategy:
+    flags: str  # of main_pretrain.py
+    flops: float = 1.0  # of an iteration beside random masks', counted at ViT-S: what a benchmark will cost
+
+
+CURRICULUM = "--masking curriculum --cmm_fraction 0.5 --soft"
+PREDICTIVE = "--masking predictive"
+STRATEGIES = {
+    BASELINE: MaskStrategy("--masking random"),
+    "random-0.6": MaskStrategy("--masking random --mask_ratio 0.6", 1.35),
+    "random-0.85": MaskStrategy("--masking random --mask_ratio 0.85", 0.76),
+    "ratio": MaskStrategy("--masking random --mask_ratio_start 0.5", 1.29),  # a curriculum of the ratio alone
+    "block": MaskStrategy("--masking block"),
+    "grid": MaskStrategy("--masking grid"),
+    "green": MaskStrategy("--masking noise --mask_noise green"),
+    # Blue to red, from neighbours that are visible to whole regions that are hidden; the reverse; and either end.
+    "noise": MaskStrategy("--masking noise"),
+    "noise-reversed": MaskStrategy("--masking noise --lambda_cl_start -1 --lambda_cl_end 1"),
+    "noise-blue": MaskStrategy("--masking noise --mask_noise blue"),
+    "noise-red": MaskStrategy("--masking noise --mask_noise red"),
+    "tokens": MaskStrategy(f"{CURRICULUM} tokens", 3.03),
+    "attention": MaskStrategy(f"{CURRICULUM} attention", 3.01),
+    "predictive-mild": MaskStrategy(f"{PREDICTIVE} --cmm_strength 0.5", 1.02),
+    "predictive": MaskStrategy(PREDICTIVE, 1.02),
+    "predictive-reversed": MaskStrategy(f"{PREDICTIVE} --lambda_cl_start -1 --lambda_cl_end 1", 1.02),
+    "predictive-noise": MaskStrategy(f"{PREDICTIVE} --mask_noise curriculum", 1.02),  # geometry and content together
+    "released": MaskStrategy(f"--masking curriculum {' '.join(RELEASED_FLAGS)}", 4.02),  # the authors' code
+}
+
+
+@dataclass(frozen=True)
+class BenchScale:
+    pretrain: str  # flags of main_pretrain.py
+    probe: str  # flags of experiments.probe
+    data: dict[str, str]  # by --data_set: further flags of main_pretrain.py
+    hours: float  # of a run with random masks
+    device: str  # that these hours are of
+    rounds: int  # of the measurement of costs
+    batch_size: int | None = None  # of that measurement; None: the training's
+
+
+MICRO = "--model mae_vit_micro_patch4"
+SCALES = {
+    # Seconds per run: a test of the benchmark itself.
+    "tiny": BenchScale(
+        f"{MICRO} --input_size 16 --max_images 32 --batch_size 16 --lr 1e-3 --epochs 2 --warmup_epochs 0 --cmm_depth 1 "
+        "--num_workers 0 --save_every 1",
+        probe="--last 2 --num_workers 0",
+        data={"shapes": "--shapes_images 96"},
+        hours=0.002,
+        device="core",
+        rounds=1,
+    ),
+    # 12,200 images of CIFAR-10's 25,000 are held out.
+    "small": BenchScale(
+        f"{MICRO} --max_images 12800 --batch_size 128 --lr 2e-3 --epochs 16 --warmup_epochs 2 --num_workers 0 "
+        "--save_every 1",
+        probe="--last 4 --num_workers 0",
+        data={
+            **dict.fromkeys(("folder", "cifar10", "cifar100", "stl10"), "--input_size 32"),
+            "fashion_mnist": "--input_size 28 --in_chans 1",
+            "shapes": "--input_size 32 --shapes_images 25000",
+        },
+        hours=0.1,
+        device="core",
+        rounds=5,
+    ),
+    # ImageNet-100 with ViT-S (ViT-B: --pretrain --model mae_vit_base, 5.2 times the hours). 26,000 images are held out.
+    # 11.2 GFLOP per image, 100,000 images, 400 epochs, at 33 TFLOP/s, a tenth of an A100's peak.
+    "full": BenchScale(
+        "--model mae_vit_small_patch16 --num_classes 100 --max_images 100000 --global_batch_size 1024 --blr 1.5e-4 "
+        "--epochs 400 --warmup_epochs 40 --save_every 1 --keep 4",
+        probe="--last 4 --num_workers 10",
+        data={"folder": ""},
+        hours=3.8,
+        device="A100",
+        rounds=3,
+        batch_size=8,
+    ),
+}
+
+
+def get_args_parser() -> ArgumentParser:
+    parser = ArgumentParser("python -m experiments.maskbench", description=(__doc__ or "").split("\n")[0])
+    what = add_run_arguments(parser, list(SCALES), "./output_dir/maskbench")
+    what.add_argument(
+        "--strategies",
+        default=list(STRATEGIES),
+        nargs="+",
+        metavar="NAME",
+        help=f"of {', '.join(STRATEGIES)}, or your own: file.py:name; random is always there, to compare to",
+    )
+    what.add_argument(
+        "--epochs_factor", default=[1.0], type=positive, nargs="+", help="lengths of training, over the scale's"
+    )
+    what.add_argument(
+        "--equal_compute",
+        action="store_true",
+        help="also train each slower strategy for as many epochs as fit into the time of random masks",
+    )
+    shown = parser.add_argument_group("what to show")
+    measures = [f"{encoder}-{feature}" for encoder in ("final", "last", AVERAGE) for feature in FEATURES]
+    shown.add_argument("--measure", default="last-mean", choices=measures, help="encoder and features (probe.py)")
+    shown.add_argument("--part", default="all", choices=PARTS, help="images; choose settings on held_out alone")
+    parser.set_defaults(seeds=[0, 1, 2, 3, 4])
+    return parser
+
+
+def check_args(args: Namespace) -> None:
+    settle_run_args(args)
+    args.strategies = list(dict.fromkeys([BASELINE, *args.strategies]))
+    for name in args.strategies:
+        if name not in STRATEGIES and ":" not in name:
+            known = f"known are {', '.join(STRATEGIES)}, or your own as path/to/file.py:name"
+            raise UserError(f"--strategies {name} is unknown; {known}")
+        find_strategy(parse(strategy_flags(name)).masking)
+    if args.data_set not in SCALES[args.scale].data:
+        takes = ", ".join(SCALES[args.scale].data)
+        raise UserError(f"--data_set {args.data_set}: --scale {args.scale} takes {takes}")
+
+
+def strategy_flags(name: str) -> list[str]:
+    return STRATEGIES[name].flags.split() if name in STRATEGIES else ["--masking", name]
+
+
+def shared_flags(args: Namespace) -> list[str]:
+    """Of all pretrainings."""
+    scale = SCALES[args.scale]
+    place = ["--data_path", args.data_path] if args.data_path else []
+    return [*scale.pretrain.split(), "--data_set", args.data_set, *place, *scale.data[args.data_set].split()] + [
+        *args.pretrain
+    ]
+
+
+# --- What to run ---
+
+
+def plan_entries(args: Namespace, costs: dict[str, Cost]) -> list[Entry]:
+    """Each strategy at each length and, for equal compute, at the length that takes as long as random masks."""
+    standard, entries = parse(shared_flags(args)).epochs, {}
+    for factor in args.epochs_factor:
+        whole = max(round(standard * factor), 1)
+        baseline = label_of(BASELINE, whole, standard)
+        for name in args.strategies:
+            lengths = [whole]
+            if args.equal_compute:
+                lengths.append(max(round(standard * factor / costs[name].time), 1))
+            for epochs in lengths if lengths[-1] < whole else lengths[:1]:
+                label = label_of(name, epochs, standard)
+                entries.setdefault(label, Entry(label, name, epochs, baseline))
+    return list(entries.values())
+
+
+def label_of(name: str, epochs: int, standard: int) -> str:
+    name = name.rpartition(":")[2] if name not in STRATEGIES else name
+    return name if epochs == standard else f"{name}-{epochs}epochs"
+
+
+def plan_bench(entry: Entry, seed: int, args: Namespace) -> Run:
+    shared, own = shared_flags(args), strategy_flags(entry.strategy)
+    usual = parse(shared)
+    if entry.epochs != usual.epochs:  # the same schedule, stretched
+        warmup = round(usual.warmup_epochs * entry.epochs / usual.epochs)
+        own += ["--epochs", str(entry.epochs), "--warmup_epochs", str(warmup)]
+    folder = data_folder(args) / file_name(entry.label) / f"seed{seed}"
+    machine = ["--device", args.device] if args.device else []
+    flags = (*shared, *own, "--seed", str(seed), *machine, "--output_dir", str(folder), "--resume", "auto")
+    place = ["--data_path", args.data_path] if args.data_path else []
+    probe = (str(folder), *SCALES[args.scale].probe.split(), *place, *machine, "--output_dir", str(folder / "probe"))
+    steps = Step("main_pretrain", flags, data_name(args)), Step("experiments.probe", probe, data_name(args), PROTOCOL)
+    return Run(Variant(entry.label, tuple(own)), seed, folder, steps)
+
+
+def estimated_hours(entries: list[Entry], args: Namespace) -> float:
+    scale, standard = SCALES[args.scale], parse(shared_flags(args)).epochs
+    flops = (STRATEGIES.get(entry.strategy, STRATEGIES[BASELINE]).flops * entry.epochs for entry in entries)
+    return scale.hours * len(args.seeds) * sum(flops) / standard
+
+
+# --- What a step costs ---
+
+
+def known_costs(args: Namespace) -> dict[str, Cost]:
+    file = costs_file(args)
+    return {name: Cost(**values) for name, values in json.loads(file.read_text()).items()} if file.exists() else {}
+
+
+def costs_file(args: Namespace) -> Path:
+    """Measured once, so that all runs of equal compute rest on the same numbers; delete it to measure again."""
+    return data_folder(args) / "costs.json"
+
+
+def measure_costs(args: Namespace) -> dict[str, Cost]:
+    """Of all strategies that have none yet, beside random masks, in one alternating measurement."""
+    costs = known_costs(args)
+    new = [name for name in args.strategies if name not in costs]
+    if not new:
+        return costs
+    scale, names = SCALES[args.scale], list(dict.fromkeys([BASELINE, *new]))
+    logger.info("measuring the cost of an iteration: %s", ", ".join(names))
+    benches = {name: bench_args(name, args) for name in names}
+    with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:  # a peak is that of a process
+        memory = {name: pool.apply(peak_memory, ("", bench)) for name, bench in benches.items()}
+    contenders = {name: Contender("", bench) for name, bench in benches.items()}
+    for contender in contenders.values():
+        contender.iterate(8 * PER_TURN)  # until thresholded masks are near their ratio
+    tasks = {name: lambda _, one=one: one.iterate() for name, one in contenders.items()}
+    times, _ = alternate(tasks, scale.rounds)
+    for name in new:
+        ratios = [own / base for own, base in zip(times[name], times[BASELINE], strict=True)]
+        gflop = contenders[name].gflop() / benches[name].batch_size
+        costs[name] = Cost(statistics.median(ratios), min(ratios), max(ratios), gflop, memory[name])
+    costs_file(args).parent.mkdir(parents=True, exist_ok=True)
+    write_text(costs_file(args), json.dumps({name: asdict(cost) for name, cost in costs.items()}, indent=1) + "\n")
+    return costs
+
+
+def bench_args(name: str, args: Namespace) -> Namespace:
+    """Flags of benchmarks.bench_step. A ratio that changes over the epochs counts as its mean."""
+    flags = [*shared_flags(args), *strategy_flags(name), "--warmup_epochs", "0"]
+    settings = parse(flags)
+    if settings.mask_ratio_start is not None:
+        mean = str((settings.mask_ratio_start + settings.mask_ratio) / 2)
+        flags += ["--mask_ratio", mean, "--mask_ratio_start", mean]
+    size = settings.input_size if isinstance(settings.input_size, int) else settings.input_size[0]
+    batch = SCALES[args.scale].batch_size or settings.batch_size
+    return Namespace(
+        model=settings.model, input_size=size, batch_size=batch, device=args.device or "cpu", pretrain=flags
+    )
+
+
+# --- What came out ---
+
+
+def read_probes(runs: dict[Entry, list[Run]]) -> Probes:
+    found: Probes = {}
+    for entry, of_entry in runs.items():
+        results = {each.seed: result for each in of_entry if (result := each.result(each.steps[1]))}
+        found[entry.label] = {seed: read_probe(result) for seed, result in results.items()}
+    return found
+
+
+def report(runs: dict[Entry, list[Run]], costs: dict[str, Cost], failed: dict[Run, str], args: Namespace) -> None:
+    entries, probes = list(runs), read_probes(runs)
+    every = [each for of_entry in runs.values() for each in of_entry]
+    missing = [each.title for each in every if each not in failed and not all(map(each.is_done, each.steps))]
+    notes = [f"failed: {each.title}: {problem}" for each, problem in failed.items()]
+    notes += [f"not finished: {', '.join(missing)}"] if missing else []
+    if not any(probes.values()):
+        logger.info("%s", "\n".join(["there is no result yet", *notes]))
+        return
+    found = {m: standings(entries, probes, costs, m, args.part) for m in measures_beside(args.measure)}
+    rows = found[args.measure]
+    tables = [leaderboard_table(rows), features_table(found), noise_table(entries, probes)]
+    tables = [table for table in tables if table]
+    notes = [*explanations(args), *notes]
+    logger.info("\n%s", "\n\n".join(map(as_text, tables)))
+    settings = parse(shared_flags(args))
+    head = f"Scale {args.scale}, data {data_name(args)}; {settings.model}, {settings.epochs} epochs."
+    parts = ["# MaskBench", head, *map(as_markdown, tables), "\n".join(f"- {note}" for note in notes)]
+    name = f"leaderboard-{args.measure}-{args.part}"
+    files = write_leaderboard(data_folder(args), name, "\n\n".join(parts) + "\n", rows)
+    logger.info("\n%s", "\n".join([*notes, f"written to {', '.join(map(str, files))}"]))
+
+
+def explanations(args: Namespace) -> list[str]:
+    return [
+        "gain: points over random masks of the same seeds and images; 95 %: interval of a bootstrap over seeds and "
+        f"images, from {FEWEST_SEEDS} seeds on; all together: the intervals hold simultaneously, and decide",
+        "p (Holm): of the same bootstrap, corrected for the number of strategies",
+        "step / random: median ratio of measured times; compute: that times the epochs, over the baseline's; GFLOP per "
+        "image, forward and backward; GB: peak memory of an iteration",
+        "seeds to tell 0.5 points: two-sided paired t-test, 80 % power, level 5 %; shared between the strategies in the "
+        "last column",
+    ]
+
+
+def main(args: Namespace) -> None:
+    check_args(args)
+    idle = args.dry_run or args.table_only
+    # On a cluster, this machine is not the one that the runs will use.
+    costs = known_costs(args) if idle or (args.cluster == "slurm" and not args.equal_compute) else measure_costs(args)
+    if args.equal_compute and (unknown := [name for name in args.strategies if name not in costs]):
+        raise UserError(f"--equal_compute: the cost of {unknown[0]} is not measured yet; run without --dry_run")
+    entries = plan_entries(args, costs)
+    runs = {entry: [plan_bench(entry, seed, args) for seed in args.seeds] for entry in entries}
+    in_order = [runs[entry][at] for at in range(len(args.seeds)) for entry in entries]  # a first table is there early
+    for each in in_order:
+        each.check_settings()
+    if args.dry_run:
+        logger.info("\n%s", "\n".join(typed_command(each, step, args) for each in in_order for step in each.steps))
+        hours, device = estimated_hours(entries, args), SCALES[args.scale].device
+        logger.info("\n%d pretrainings, about %.3g %s hours (computed)", len(in_order), hours, device)
+        return
+    if args.download:
+        fetch(in_order[0])
+    failed = {} if args.table_only else work(in_order, args)
+    report(runs, costs, failed, args)
+    if failed:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    run(main, get_args_parser())

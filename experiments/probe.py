@@ -1,0 +1,308 @@
+"""A quiet measure of a pretraining: linear probes, cross-fitted over all labelled images that it never saw.
+
+    python -m experiments.probe output_dir/run
+
+Images: the training images outside the run's --max_images ("held-out") and all test images. Held-out images are
+cross-fitted among themselves: each fold is classified by a probe fitted on the others. Test images are classified by a
+probe fitted on all held-out images. So settings can be chosen on held-out images alone, and both together give the
+quietest number. A run that used all training images leaves none: its test images are then cross-fitted.
+
+Encoders: each of the run's last checkpoints, and the average of their weights. Features: the mean token, the [CLS]
+token, and both concatenated. RUN/probe then has a line in results.jsonl, and an .npz file that also holds
+    encoders    str [E]: numbers of the checkpoints, the last one last, then "average"
+    features    str [F]: mean, cls, both
+    hits        bool [E, F, N]: which of the N images each probe recognised
+    held_out    bool [N]: held-out or test
+"""
+
+from argparse import Namespace
+
+from util.arguments import add_distributed_arguments, add_machine_arguments, settle_shared_args
+from util.cli import ArgumentParser, UserError, answer_early, count, count_or_zero, number, positive, run, tracked
+
+
+def get_args_parser() -> ArgumentParser:
+    parser = ArgumentParser("python -m experiments.probe", description=str(__doc__).split("\n")[0])
+    parser.add_argument("run", metavar="RUN", help="folder of a finished pretraining")
+    parser.add_argument("--last", default=4, type=count, help="checkpoints to probe and to average, from the end")
+    parser.add_argument("--folds", default=5, type=number(int, at_least=2), help="of the held-out images")
+    parser.add_argument("--l2", default=1.0, type=positive, help="weight of |W|^2 / 2 beside the sum of the losses")
+    parser.add_argument("--data_path", default=None, help="default: where the run found its images")
+    parser.add_argument("--output_dir", default=None, help="default: RUN/probe")
+    parser.add_argument("--batch_size", default=256, type=count, help="images encoded at once, per process")
+    parser.add_argument("--num_workers", default=0, type=count_or_zero, help="loader processes")
+    add_machine_arguments(parser)
+    add_distributed_arguments(parser)
+    return parser
+
+
+answer_early(__name__, get_args_parser)
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import timm.models.vision_transformer
+import torch
+from torch import nn
+
+from engine_probe import fit_softmax, predict
+from models_vit import VisionTransformer, encoder_of, infer_model
+from util.checkpoint import load_checkpoint, number_of, numbered_checkpoints, weights_of
+from util.data.sources import build_source, image_names
+from util.datasets import ImageDataset, build_eval_dataset
+from util.evaluation.features import FeatureCache, FeatureSet, extract_features, file_hash
+from util.evaluation.results import Outcome, Report, Result
+from util.evaluation.subject import Subject
+from util.evaluation.tables import show_table
+from util.misc import amp_dtype, derive_seed, init_distributed_mode
+from util.training.resume import data_identity
+
+PROTOCOL = "crossfit"
+FEATURES = ("mean", "cls", "both")
+AVERAGE = "average"
+PARTS = ("all", "held_out", "test")
+
+
+# --- Reading ---
+
+
+@dataclass(frozen=True)
+class ProbedRun:
+    """What `python -m experiments.probe` found."""
+
+    path: Path
+    images: np.ndarray  # names [N]
+    held_out: np.ndarray  # bool [N]
+    encoders: list[str]  # [E]
+    hits: np.ndarray  # bool [E, F, N]
+
+    @cached_property
+    def measures(self) -> dict[str, np.ndarray]:
+        """Scores in [0, 1] by measure and image, [N]; such as last-cls, [CLS] averaged over the last checkpoints."""
+        checkpoints = [at for at, name in enumerate(self.encoders) if name != AVERAGE]
+        choices = {"final": checkpoints[-1:]}
+        if len(checkpoints) > 1:
+            choices |= {"last": checkpoints, AVERAGE: [self.encoders.index(AVERAGE)]}
+        return {
+            f"{encoder}-{feature}": self.hits[chosen, at].mean(axis=0, dtype=np.float32)
+            for encoder, chosen in choices.items()
+            for at, feature in enumerate(FEATURES)
+        }
+
+    def part(self, name: str) -> np.ndarray:
+        """Which images belong to one of PARTS, bool [N]."""
+        return {"all": np.ones_like(self.held_out), "held_out": self.held_out, "test": ~self.held_out}[name]
+
+    def accuracies(self) -> dict[str, dict[str, float]]:
+        """Percent, by measure and part; a part without images is left out."""
+        parts = {name: chosen for name in PARTS if (chosen := self.part(name)).any()}
+        return {
+            measure: {name: 100 * float(scores[chosen].mean()) for name, chosen in parts.items()}
+            for measure, scores in self.measures.items()
+        }
+
+
+def read_probe(result: Result) -> ProbedRun:
+    path = result.predictions
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            encoders = file["encoders"].tolist()
+            return ProbedRun(path, file["images"], file["held_out"], encoders, file["hits"])
+    except Exception as error:  # zip, zlib and numpy each have several errors of their own for a damaged file
+        raise UserError(f"{path} cannot be read ({error}); delete {path.parent} and probe again") from None
+
+
+# --- Encoders ---
+
+
+@dataclass
+class TokenEncoder:
+    """An encoder that gives the features of --global_pool and of --cls_token in one pass."""
+
+    pooled: VisionTransformer
+    norm: nn.Module  # of the [CLS] token
+
+    def __call__(self, imgs: torch.Tensor) -> torch.Tensor:
+        """Images [N, C, H, W] to mean token and [CLS] token [N, 2 D]."""
+        tokens = timm.models.vision_transformer.VisionTransformer.forward_features(self.pooled, imgs)  # not normalised
+        return torch.cat([self.pooled.fc_norm(self.pooled.pool(tokens)), self.norm(tokens[:, 0])], dim=1)
+
+
+def last_checkpoints(folder: Path, number: int) -> list[Path]:
+    """Of the last epochs, oldest first."""
+    found = numbered_checkpoints(folder)[:number][::-1]
+    if len(found) < number or number_of(found[-1]) - number_of(found[0]) >= number:
+        raise UserError(
+            f"{folder} does not have the checkpoints of its last {number} epochs; pretrain with --save_every 1, "
+            "or give --last 1"
+        )
+    return found
+
+
+def load_encoders(paths: list[Path], device: torch.device) -> dict[str, TokenEncoder]:
+    """By number of the checkpoint; and the average of their weights, if there are several."""
+    found, checkpoints = {}, {str(number_of(path)): load_checkpoint(path) for path in paths}
+    if len(paths) > 1:
+        weights = [weights_of(checkpoint) for checkpoint in checkpoints.values()]
+        mean = {key: torch.stack([each[key].double() for each in weights]).mean(dim=0).float() for key in weights[0]}
+        checkpoints[AVERAGE] = {**checkpoints[str(number_of(paths[-1]))], "model": mean}
+    for name, checkpoint in checkpoints.items():
+        pooled, single = (encoder_of(checkpoint, str(paths[0].parent), global_pool=pool) for pool in (True, False))
+        found[name] = TokenEncoder(pooled.to(device), single.norm.to(device))
+    return found
+
+
+# --- Images ---
+
+
+def unseen_images(args: Namespace, identity: str | None) -> tuple[ImageDataset, list[int], ImageDataset]:
+    """The labelled training images, the indices of those that were not pretrained on, and the test images.
+
+    `identity` is the checkpoint's own record of its images.
+    """
+    seen = build_source(args, "pretrain")
+    if identity not in (None, data_identity(seen)):
+        raise UserError(
+            f"--data_path {args.data_path} does not hold the images that {args.run} was pretrained on "
+            f"({data_identity(seen)} instead of {identity})"
+        )
+    # Sets without files count as "SET/pretrain/N" in pretraining.
+    names = {re.sub(r"^(\w+)/pretrain/(\d+)$", r"\1/train/\2", name) for name in image_names(seen)}
+    everything = Namespace(**{**vars(args), "max_images": None})
+    train, test = (build_eval_dataset(everything, split) for split in ("train", "val"))
+    if not train.source.classes:
+        raise UserError(f"--data_path {args.data_path} has no class folders, but a probe needs labels")
+    return train, [at for at, name in enumerate(image_names(train.source)) if name not in names], test
+
+
+def extract_all(
+    encoders: dict[str, TokenEncoder],
+    parts: dict[str, tuple[ImageDataset, list[int]]],
+    device: torch.device,
+    args: Namespace,
+) -> dict[str, FeatureSet]:
+    """Features [M, E * 2 D] of each part: every image is decoded once, for all encoders."""
+
+    def encode(imgs: torch.Tensor) -> torch.Tensor:
+        return torch.cat([encoder(imgs) for encoder in encoders.values()], dim=1)
+
+    width = sum(2 * encoder.pooled.embed_dim for encoder in encoders.values())
+    return {
+        name: extract_features(
+            encode,
+            dataset,
+            indices,
+            width=width,
+            device=device,
+            amp=amp_dtype(args.amp, device),
+            batch_size=args.batch_size,
+            num_workers=args.num_workers,
+            pin_mem=device.type == "cuda",
+            header=f"features of {name}",
+        )
+        for name, (dataset, indices) in parts.items()
+        if indices
+    }
+
+
+# --- Probes ---
+
+
+def fold_of(name: str, folds: int, seed: int) -> int:
+    """A function of the image's name, so that all runs share the folds."""
+    return derive_seed("fold", seed, name) % folds
+
+
+def cross_fit(
+    features: torch.Tensor, labels: torch.Tensor, folds: torch.Tensor, num_classes: int, l2: float, device: torch.device
+) -> torch.Tensor:
+    """The five likeliest classes [N, 5] of each image, by a probe fitted on the images of other folds [N].
+
+    No probe is fitted on images of fold -1.
+    """
+    top5 = torch.empty(len(labels), 5, dtype=torch.int64)
+    for fold in folds.unique().tolist():
+        chosen, others = folds == fold, (folds != fold) & (folds >= 0)
+        head = fit_softmax(features[others], labels[others], num_classes, l2, device)
+        top5[chosen] = predict(head, features[chosen])[0, 0]
+    return top5
+
+
+class ProbeReport(Report):
+    """Predictions of the last checkpoint's mean token, as any evaluation has them, and the hits of all probes."""
+
+    extra: dict[str, np.ndarray]
+
+    def arrays(self, outcome: Outcome) -> dict:
+        return super().arrays(outcome) | self.extra
+
+
+def main(args: Namespace) -> None:
+    paths = last_checkpoints(Path(args.run), args.last)
+    trained = load_checkpoint(paths[-1], lazily=True)["args"]
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    args = Namespace(**{**trained, "device": None, "output_dir": str(Path(args.run) / "probe"), **given})
+    args.log_dir, args.data_name, args.global_pool = "", None, True
+    settle_shared_args(args)
+    device = init_distributed_mode(args)
+    train, held_out, test = unseen_images(args, trained.get("data_identity"))
+    encoders = load_encoders(paths, device)
+    encoder = encoders[str(number_of(paths[-1]))].pooled
+    args.model = infer_model(encoder.state_dict(), str(paths[-1]))
+    names = [train.source.name(at) for at in held_out] + image_names(test.source)
+    datasets = {"train": train, "val": test}
+    subject = Subject(
+        args, encoder, device, paths[-1], file_hash(paths[-1]), datasets, {"val": names}, FeatureCache(None)
+    )
+    report = ProbeReport(subject, PROTOCOL)
+
+    parts = {"held-out images": (train, held_out), "test images": (test, list(range(len(test))))}
+    found = extract_all(encoders, parts, device, args)
+    unseen, is_held_out = together(found, held_out)
+    folds = torch.tensor([fold_of(names[at], args.folds, args.seed) for at in unseen.indices.tolist()])
+    if held_out:
+        folds[~is_held_out] = -1
+    tokens = unseen.features.view(len(unseen), len(encoders), 2, -1)
+    problems = [(e, f) for e in range(len(encoders)) for f in range(len(FEATURES))]
+    top5 = {}
+    for e, f in tracked(problems, "probes", len(problems), 1, "probes/s"):
+        x = tokens[:, e].flatten(1) if FEATURES[f] == "both" else tokens[:, e, f]
+        top5[e, f] = cross_fit(x, unseen.labels, folds, len(subject.classes), args.l2, device)
+    hits = torch.stack([each[:, 0] == unseen.labels for each in top5.values()])
+    hits = hits.view(len(encoders), len(FEATURES), -1).numpy()
+
+    images = np.array([names[at] for at in unseen.indices.tolist()])
+    probed = ProbedRun(paths[-1], images, is_held_out.numpy(), list(encoders), hits)
+    accuracies = probed.accuracies()
+    columns = list(next(iter(accuracies.values())))
+    rows = [[measure, *(f"{values[part]:.2f}" for part in columns)] for measure, values in accuracies.items()]
+    show_table(f"cross-fitted linear probes on {subject.data_name}, Acc@1 (%)", ["measure", *columns], rows)
+    report.extra = {
+        "encoders": np.array(list(encoders)),
+        "features": np.array(FEATURES),
+        "hits": hits,
+        "held_out": probed.held_out,
+    }
+    settings = {"folds": args.folds, "l2": args.l2, "last": args.last}
+    final_mean = top5[list(encoders).index(str(number_of(paths[-1]))), 0][None]
+    fitted = int((folds >= 0).sum())
+    report.write(Outcome(unseen, final_mean, [args.seed], settings, fitted, {"measures": accuracies}))
+
+
+def together(found: dict[str, FeatureSet], held_out: list[int]) -> tuple[FeatureSet, torch.Tensor]:
+    """Both parts as one, with indices into the list of held-out, then test images; and which are held-out."""
+    place = {index: at for at, index in enumerate(held_out)}
+    indices, parts = [], list(found.values())
+    for name, part in found.items():
+        first = name == "held-out images"
+        indices += [torch.tensor([place[at] if first else len(held_out) + at for at in part.indices.tolist()])]
+    indices = torch.cat(indices)
+    features, labels = (torch.cat([getattr(part, name) for part in parts]) for name in ("features", "labels"))
+    return FeatureSet(features, labels, indices), indices < len(held_out)
+
+
+if __name__ == "__main__":
+    run(main, get_args_parser())
