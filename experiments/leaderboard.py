@@ -122,7 +122,10 @@ def leaderboard_table(rows: Sequence[Standing]) -> Table:
         cells = [Cell(str(row.entry.epochs)), Cell(str(row.seeds)), Cell(f"{row.accuracy:.2f}")]
         if gain:
             cells += [Cell(f"{gain.mean:+.2f}"), Cell(shown_interval(gain.interval))]
-            cells += [Cell(shown_interval(gain.simultaneous)), Cell("-" if gain.p_holm is None else p_value(gain.p_holm))]
+            cells += [
+                Cell(shown_interval(gain.simultaneous)),
+                Cell("-" if gain.p_holm is None else p_value(gain.p_holm)),
+            ]
         else:
             cells += [Cell("")] * 4
         cells += [Cell(f"{cost.time:.2f}" if cost else "-"), Cell(f"{row.compute:.2f}" if row.compute else "-")]

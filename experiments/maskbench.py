@@ -174,9 +174,8 @@ def shared_flags(args: Namespace) -> list[str]:
     """Of all pretrainings."""
     scale = SCALES[args.scale]
     place = ["--data_path", args.data_path] if args.data_path else []
-    return [*scale.pretrain.split(), "--data_set", args.data_set, *place, *scale.data[args.data_set].split()] + [
-        *args.pretrain
-    ]
+    source = ["--data_set", args.data_set, *place, *scale.data[args.data_set].split()]
+    return [*scale.pretrain.split(), *source, *args.pretrain]
 
 
 # --- What to run ---
@@ -317,8 +316,7 @@ def explanations(args: Namespace) -> list[str]:
         "p (Holm): of the same bootstrap, corrected for the number of strategies",
         "step / random: median ratio of measured times; compute: that times the epochs, over the baseline's; GFLOP per "
         "image, forward and backward; GB: peak memory of an iteration",
-        "seeds to tell 0.5 points: two-sided paired t-test, 80 % power, level 5 %; shared between the strategies in the "
-        "last column",
+        "seeds to tell 0.5 points: two-sided t-test, 80 % power, level 5 %, which the strategies share in the last column",
     ]
 
 

@@ -54,13 +54,13 @@ def estimate_all(differences: Sequence[Differences], draws: int = DRAWS, seed: i
     family = [differences[at] for at in known]
     errors = np.array([standard_error(each.values) for each in family])
     resampled = np.abs(resampled_t(family, draws, np.random.default_rng(seed)))  # [K, draws]
-    observed = np.array([abs(means[at]) for at in known]) / np.where(errors > 0, errors, np.inf)
+    observed = np.array([abs(means[at]) for at in known]) / np.maximum(errors, np.finfo(float).tiny)
     p = (1 + (resampled >= observed[:, None]).sum(axis=1)) / (draws + 1)
     alone = np.quantile(resampled, LEVEL, axis=1)
     together = simultaneous_quantiles(resampled, LEVEL)
     for at, error, one, all_, raw, corrected in zip(known, errors, alone, together, p, holm(p), strict=True):
-        around = [(means[at] - float(q * error), means[at] + float(q * error)) for q in (one, all_)]
-        estimates[at] = Estimate(means[at], *around, float(raw), float(corrected))
+        interval, wider = ((means[at] - float(q * error), means[at] + float(q * error)) for q in (one, all_))
+        estimates[at] = Estimate(means[at], interval, wider, float(raw), float(corrected))
     return estimates
 
 
@@ -93,7 +93,9 @@ def resampled_t(family: Sequence[Differences], draws: int, rng: np.random.Genera
         size = min(block, draws - start)
         of_images = (rng.multinomial(images, np.full(images, 1 / images), size) / images).astype("f4")
         for seeds, members in groups.items():
-            of_seeds = (rng.multinomial(len(seeds), np.full(len(seeds), 1 / len(seeds)), size) / len(seeds)).astype("f4")
+            of_seeds = (rng.multinomial(len(seeds), np.full(len(seeds), 1 / len(seeds)), size) / len(seeds)).astype(
+                "f4"
+            )
             found[members, start : start + size] = weighted_t(centred[seeds], of_seeds, of_images)
     return found
 
@@ -153,18 +155,16 @@ def measure_noise(accuracies: np.ndarray) -> Noise:
 
 def seeds_needed(deviation: float, effect: float = 0.5, power: float = 0.8, alpha: float = 1 - LEVEL) -> int:
     """The fewest seeds with which a two-sided t-test tells a mean difference of `effect` from none."""
-    from scipy import optimize, stats  # here, because it takes half a second to import
+    from scipy import stats  # here, because it takes half a second to import
+
+    def achieved(seeds: int) -> float:
+        critical = stats.t.ppf(1 - alpha / 2, seeds - 1)
+        return float(stats.nct.sf(critical, seeds - 1, effect / deviation * math.sqrt(seeds)))
 
     if deviation == 0:
         return 2
-
-    def achieved(seeds: float) -> float:
-        critical, shift = stats.t.ppf(1 - alpha / 2, seeds - 1), effect / deviation * math.sqrt(seeds)
-        return float(stats.nct.sf(critical, seeds - 1, shift) + stats.nct.cdf(-critical, seeds - 1, shift))
-
-    if achieved(2) >= power:
-        return 2
-    most = 4.0
-    while achieved(most) < power:
-        most *= 2
-    return math.ceil(optimize.brentq(lambda seeds: achieved(seeds) - power, 2, most))
+    # Known deviations would need these, estimated ones a few more.
+    seeds = max(2, math.floor(((stats.norm.isf(alpha / 2) + stats.norm.ppf(power)) * deviation / effect) ** 2))
+    while achieved(seeds) < power:
+        seeds += 1
+    return seeds

@@ -15,10 +15,35 @@ token, and both concatenated. RUN/probe then has a line in results.jsonl, and an
     held_out    bool [N]: held-out or test
 """
 
+import re
 from argparse import Namespace
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 
+import numpy as np
+import timm.models.vision_transformer
+import torch
+from torch import nn
+
+from engine_probe import fit_softmax, predict
+from models_vit import VisionTransformer, encoder_of, infer_model
 from util.arguments import add_distributed_arguments, add_machine_arguments, settle_shared_args
-from util.cli import ArgumentParser, UserError, answer_early, count, count_or_zero, number, positive, run, tracked
+from util.checkpoint import load_checkpoint, number_of, numbered_checkpoints, weights_of
+from util.cli import ArgumentParser, UserError, count, count_or_zero, number, positive, run, tracked
+from util.data.sources import build_source, image_names
+from util.datasets import ImageDataset, build_eval_dataset
+from util.evaluation.features import FeatureCache, FeatureSet, extract_features, file_hash
+from util.evaluation.results import Outcome, Report, Result
+from util.evaluation.subject import Subject
+from util.evaluation.tables import show_table
+from util.misc import amp_dtype, derive_seed, init_distributed_mode
+from util.training.resume import data_identity
+
+PROTOCOL = "crossfit"
+FEATURES = ("mean", "cls", "both")
+AVERAGE = "average"
+PARTS = ("all", "held_out", "test")
 
 
 def get_args_parser() -> ArgumentParser:
@@ -34,36 +59,6 @@ def get_args_parser() -> ArgumentParser:
     add_machine_arguments(parser)
     add_distributed_arguments(parser)
     return parser
-
-
-answer_early(__name__, get_args_parser)
-
-import re
-from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
-
-import numpy as np
-import timm.models.vision_transformer
-import torch
-from torch import nn
-
-from engine_probe import fit_softmax, predict
-from models_vit import VisionTransformer, encoder_of, infer_model
-from util.checkpoint import load_checkpoint, number_of, numbered_checkpoints, weights_of
-from util.data.sources import build_source, image_names
-from util.datasets import ImageDataset, build_eval_dataset
-from util.evaluation.features import FeatureCache, FeatureSet, extract_features, file_hash
-from util.evaluation.results import Outcome, Report, Result
-from util.evaluation.subject import Subject
-from util.evaluation.tables import show_table
-from util.misc import amp_dtype, derive_seed, init_distributed_mode
-from util.training.resume import data_identity
-
-PROTOCOL = "crossfit"
-FEATURES = ("mean", "cls", "both")
-AVERAGE = "average"
-PARTS = ("all", "held_out", "test")
 
 
 # --- Reading ---
@@ -158,16 +153,54 @@ def load_encoders(paths: list[Path], device: torch.device) -> dict[str, TokenEnc
 # --- Images ---
 
 
-def unseen_images(args: Namespace, identity: str | None) -> tuple[ImageDataset, list[int], ImageDataset]:
-    """The labelled training images, the indices of those that were not pretrained on, and the test images.
+@dataclass
+class UnseenImages:
+    """Labelled images that a run was not pretrained on: training images at the indices `held_out`, and test images."""
 
-    `identity` is the checkpoint's own record of its images.
-    """
-    seen = build_source(args, "pretrain")
-    if identity not in (None, data_identity(seen)):
+    train: ImageDataset
+    held_out: list[int]
+    test: ImageDataset
+
+    def names(self) -> list[str]:
+        """Held-out images come first."""
+        return [self.train.source.name(at) for at in self.held_out] + image_names(self.test.source)
+
+    def features(self, encoders: dict[str, TokenEncoder], device: torch.device, args: Namespace) -> FeatureSet:
+        """Features [M, E * 2 D] of all; every image is decoded once, for all encoders. Indices are those of `names`."""
+
+        def encode(imgs: torch.Tensor) -> torch.Tensor:
+            return torch.cat([encoder(imgs) for encoder in encoders.values()], dim=1)
+
+        parts = []
+        for dataset, indices, first in (
+            (self.train, self.held_out, 0),
+            (self.test, list(range(len(self.test))), len(self.held_out)),
+        ):
+            found = extract_features(
+                encode,
+                dataset,
+                indices,
+                width=sum(2 * encoder.pooled.embed_dim for encoder in encoders.values()),
+                device=device,
+                amp=amp_dtype(args.amp, device),
+                batch_size=args.batch_size,
+                num_workers=args.num_workers,
+                pin_mem=device.type == "cuda",
+                header=f"features of {'test' if dataset is self.test else 'held-out'} images",
+            )
+            place = {index: first + at for at, index in enumerate(indices)}
+            found.indices = torch.tensor([place[at] for at in found.indices.tolist()], dtype=torch.int64)
+            parts.append(found)
+        return FeatureSet(*(torch.cat([vars(part)[name] for part in parts]) for name in vars(parts[0])))
+
+
+def find_unseen(args: Namespace) -> UnseenImages:
+    """As `build_source` chose what the run was pretrained on, checked against the checkpoint's record of it."""
+    seen, recorded = build_source(args, "pretrain"), vars(args).get("data_identity")
+    if recorded not in (None, data_identity(seen)):
         raise UserError(
             f"--data_path {args.data_path} does not hold the images that {args.run} was pretrained on "
-            f"({data_identity(seen)} instead of {identity})"
+            f"({data_identity(seen)} instead of {recorded})"
         )
     # Sets without files count as "SET/pretrain/N" in pretraining.
     names = {re.sub(r"^(\w+)/pretrain/(\d+)$", r"\1/train/\2", name) for name in image_names(seen)}
@@ -175,37 +208,7 @@ def unseen_images(args: Namespace, identity: str | None) -> tuple[ImageDataset, 
     train, test = (build_eval_dataset(everything, split) for split in ("train", "val"))
     if not train.source.classes:
         raise UserError(f"--data_path {args.data_path} has no class folders, but a probe needs labels")
-    return train, [at for at, name in enumerate(image_names(train.source)) if name not in names], test
-
-
-def extract_all(
-    encoders: dict[str, TokenEncoder],
-    parts: dict[str, tuple[ImageDataset, list[int]]],
-    device: torch.device,
-    args: Namespace,
-) -> dict[str, FeatureSet]:
-    """Features [M, E * 2 D] of each part: every image is decoded once, for all encoders."""
-
-    def encode(imgs: torch.Tensor) -> torch.Tensor:
-        return torch.cat([encoder(imgs) for encoder in encoders.values()], dim=1)
-
-    width = sum(2 * encoder.pooled.embed_dim for encoder in encoders.values())
-    return {
-        name: extract_features(
-            encode,
-            dataset,
-            indices,
-            width=width,
-            device=device,
-            amp=amp_dtype(args.amp, device),
-            batch_size=args.batch_size,
-            num_workers=args.num_workers,
-            pin_mem=device.type == "cuda",
-            header=f"features of {name}",
-        )
-        for name, (dataset, indices) in parts.items()
-        if indices
-    }
+    return UnseenImages(train, [at for at, name in enumerate(image_names(train.source)) if name not in names], test)
 
 
 # --- Probes ---
@@ -231,77 +234,69 @@ def cross_fit(
     return top5
 
 
+def probe_all(
+    unseen: FeatureSet, num_encoders: int, folds: torch.Tensor, num_classes: int, l2: float, device: torch.device
+) -> torch.Tensor:
+    """The five likeliest classes of each image by each encoder and kind of features: int64 [E, F, N, 5]."""
+    tokens = unseen.features.view(len(unseen), num_encoders, 2, -1)
+    inputs = [x for e in range(num_encoders) for x in (tokens[:, e, 0], tokens[:, e, 1], tokens[:, e].flatten(1))]
+    problems = tracked(inputs, "probes", len(inputs), 1, "probes/s")
+    top5 = torch.stack([cross_fit(x, unseen.labels, folds, num_classes, l2, device) for x in problems])
+    return top5.view(num_encoders, len(FEATURES), len(unseen), 5)
+
+
 class ProbeReport(Report):
     """Predictions of the last checkpoint's mean token, as any evaluation has them, and the hits of all probes."""
 
-    extra: dict[str, np.ndarray]
+    probed: ProbedRun
 
     def arrays(self, outcome: Outcome) -> dict:
-        return super().arrays(outcome) | self.extra
+        found = self.probed
+        own = {"encoders": np.array(found.encoders), "features": np.array(FEATURES)}
+        return super().arrays(outcome) | own | {"hits": found.hits, "held_out": found.held_out}
+
+
+def settle_probe_args(args: Namespace, trained: dict) -> Namespace:
+    """The run's own flags say which images and which kind of encoder; those given here come on top."""
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    defaults = {"device": None, "output_dir": str(Path(args.run) / "probe")}
+    fixed = {"log_dir": "", "data_name": None, "global_pool": True}
+    settled = Namespace(**{**trained, **defaults, **given, **fixed})
+    settle_shared_args(settled)
+    return settled
 
 
 def main(args: Namespace) -> None:
     paths = last_checkpoints(Path(args.run), args.last)
-    trained = load_checkpoint(paths[-1], lazily=True)["args"]
-    given = {name: value for name, value in vars(args).items() if value is not None}
-    args = Namespace(**{**trained, "device": None, "output_dir": str(Path(args.run) / "probe"), **given})
-    args.log_dir, args.data_name, args.global_pool = "", None, True
-    settle_shared_args(args)
+    args = settle_probe_args(args, load_checkpoint(paths[-1], lazily=True)["args"])
     device = init_distributed_mode(args)
-    train, held_out, test = unseen_images(args, trained.get("data_identity"))
+    images = find_unseen(args)
+    names, num_held_out = images.names(), len(images.held_out)
     encoders = load_encoders(paths, device)
-    encoder = encoders[str(number_of(paths[-1]))].pooled
+    final = list(encoders).index(str(number_of(paths[-1])))
+    encoder = list(encoders.values())[final].pooled
     args.model = infer_model(encoder.state_dict(), str(paths[-1]))
-    names = [train.source.name(at) for at in held_out] + image_names(test.source)
-    datasets = {"train": train, "val": test}
+    datasets = {"train": images.train, "val": images.test}
     subject = Subject(
         args, encoder, device, paths[-1], file_hash(paths[-1]), datasets, {"val": names}, FeatureCache(None)
     )
     report = ProbeReport(subject, PROTOCOL)
 
-    parts = {"held-out images": (train, held_out), "test images": (test, list(range(len(test))))}
-    found = extract_all(encoders, parts, device, args)
-    unseen, is_held_out = together(found, held_out)
+    unseen = images.features(encoders, device, args)
     folds = torch.tensor([fold_of(names[at], args.folds, args.seed) for at in unseen.indices.tolist()])
-    if held_out:
-        folds[~is_held_out] = -1
-    tokens = unseen.features.view(len(unseen), len(encoders), 2, -1)
-    problems = [(e, f) for e in range(len(encoders)) for f in range(len(FEATURES))]
-    top5 = {}
-    for e, f in tracked(problems, "probes", len(problems), 1, "probes/s"):
-        x = tokens[:, e].flatten(1) if FEATURES[f] == "both" else tokens[:, e, f]
-        top5[e, f] = cross_fit(x, unseen.labels, folds, len(subject.classes), args.l2, device)
-    hits = torch.stack([each[:, 0] == unseen.labels for each in top5.values()])
-    hits = hits.view(len(encoders), len(FEATURES), -1).numpy()
-
-    images = np.array([names[at] for at in unseen.indices.tolist()])
-    probed = ProbedRun(paths[-1], images, is_held_out.numpy(), list(encoders), hits)
-    accuracies = probed.accuracies()
+    if num_held_out:
+        folds[unseen.indices >= num_held_out] = -1
+    top5 = probe_all(unseen, len(encoders), folds, len(subject.classes), args.l2, device)
+    hits = (top5[..., 0] == unseen.labels).numpy()
+    chosen = np.array(names)[unseen.indices.numpy()]
+    held_out = (unseen.indices < num_held_out).numpy()
+    report.probed = ProbedRun(paths[-1], chosen, held_out, list(encoders), hits)
+    accuracies = report.probed.accuracies()
     columns = list(next(iter(accuracies.values())))
     rows = [[measure, *(f"{values[part]:.2f}" for part in columns)] for measure, values in accuracies.items()]
     show_table(f"cross-fitted linear probes on {subject.data_name}, Acc@1 (%)", ["measure", *columns], rows)
-    report.extra = {
-        "encoders": np.array(list(encoders)),
-        "features": np.array(FEATURES),
-        "hits": hits,
-        "held_out": probed.held_out,
-    }
-    settings = {"folds": args.folds, "l2": args.l2, "last": args.last}
-    final_mean = top5[list(encoders).index(str(number_of(paths[-1]))), 0][None]
-    fitted = int((folds >= 0).sum())
-    report.write(Outcome(unseen, final_mean, [args.seed], settings, fitted, {"measures": accuracies}))
-
-
-def together(found: dict[str, FeatureSet], held_out: list[int]) -> tuple[FeatureSet, torch.Tensor]:
-    """Both parts as one, with indices into the list of held-out, then test images; and which are held-out."""
-    place = {index: at for at, index in enumerate(held_out)}
-    indices, parts = [], list(found.values())
-    for name, part in found.items():
-        first = name == "held-out images"
-        indices += [torch.tensor([place[at] if first else len(held_out) + at for at in part.indices.tolist()])]
-    indices = torch.cat(indices)
-    features, labels = (torch.cat([getattr(part, name) for part in parts]) for name in ("features", "labels"))
-    return FeatureSet(features, labels, indices), indices < len(held_out)
+    settings, fitted = {"folds": args.folds, "l2": args.l2, "last": args.last}, int((folds >= 0).sum())
+    report.write(Outcome(unseen, top5[final, :1], [args.seed], settings, fitted, {"measures": accuracies}))
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def test_flags_in_commands_exist():
     for page in PAGES:
         for block in re.findall(r"^```bash.*?\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
             for line in block.replace("\\\n", " ").splitlines():
-                found = re.search(r"(?:main_\w+\.py|submitit_\w+\.py|-m experiments\.run)(.*)", line.split("  #")[0])
+                found = re.search(r"(?:main_\w+\.py|submitit_\w+\.py|-m experiments\.\w+)(.*)", line.split("  #")[0])
                 flags = re.findall(r"(?<!\S)(--\w+)", found[1]) if found else []
                 assert set(flags) <= known | {"--task", "--help"}, (page.name, line)
 

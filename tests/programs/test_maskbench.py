@@ -1,0 +1,298 @@
+"""MaskBench: what it runs, how runs are probed on images they never saw, and what it makes of the results."""
+
+import csv
+import importlib
+import json
+import re
+from argparse import Namespace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from small_runs import checkpoint
+
+import main_pretrain
+from experiments import maskbench, probe
+from experiments.leaderboard import Cost, Entry, noise_table, standings
+from experiments.maskbench import SCALES, STRATEGIES, plan_bench, plan_entries
+from experiments.plan import Run
+from experiments.probe import ProbedRun, cross_fit, find_unseen
+from experiments.runner import command
+from models_vit import load_encoder
+from util.cli import UserError
+from util.data.sources import build_source, image_names
+
+TINY = ("--scale", "tiny", "--data_set", "shapes")
+COSTS = {name: Cost(1.0, 0.9, 1.1, 0.5, 0.1) for name in STRATEGIES}
+
+
+def arguments(*flags):
+    parsed = maskbench.get_args_parser().parse_args(list(map(str, flags)))
+    maskbench.check_args(parsed)
+    return parsed
+
+
+def planned(*flags, costs=COSTS) -> dict[str, Run]:
+    args = arguments(*flags)
+    return {entry.label: plan_bench(entry, 0, args) for entry in plan_entries(args, costs)}
+
+
+# --- What it runs ---
+
+
+@pytest.mark.parametrize(
+    ("data", "shape"), [("folder", "--input_size 32"), ("fashion_mnist", "--input_size 28 --in_chans 1")]
+)
+def test_the_small_scale(data, shape):
+    """Finished runs are recognised by these settings."""
+    flags = f"--model mae_vit_micro_patch4 {shape} --max_images 12800 --batch_size 128 --lr 2e-3 --epochs 16 "
+    flags += f"--warmup_epochs 2 --num_workers 0 --save_every 1 --masking random --data_set {data} --data_path d/x"
+    run = planned("--data_set", data, "--data_path", "d/x")["random"]
+    folder = f"output_dir/maskbench/small/{'x' if data == 'folder' else data}/random/seed0"
+    place = ["--output_dir", folder, "--resume", "auto"]
+    assert run.pretrain.args() == main_pretrain.get_args_parser().parse_args([*flags.split(), *place])
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_strategies_are_settings_of_pretraining_with_folders_of_their_own(name):
+    runs = planned(*TINY)
+    assert len({run.folder for run in runs.values()}) == len(STRATEGIES)
+    main_pretrain.check_args(runs[name].pretrain.args())
+    assert runs[name].pretrain.args().epochs == 2
+
+
+def test_equal_compute_takes_epochs_from_slower_strategies_and_longer_training_has_its_own_baseline():
+    flags = ("--data_path", "x", "--strategies", "tokens", "block", "--epochs_factor", 1, 4, "--equal_compute")
+    costs = COSTS | {"tokens": Cost(2.9, 2.8, 3.0, 1.0, 0.2), "block": Cost(1.01, 1.0, 1.1, 0.5, 0.1)}
+    entries = {entry.label: entry for entry in plan_entries(arguments(*flags), costs)}
+    long = {label for label in entries if entries[label].baseline == "random-64epochs"}
+    assert entries.keys() - long == {"random", "tokens", "tokens-6epochs", "block"}
+    assert long == {"random-64epochs", "tokens-64epochs", "tokens-22epochs", "block-64epochs", "block-63epochs"}
+    shorter = planned(*flags, costs=costs)["tokens-6epochs"].pretrain.args()
+    assert (shorter.epochs, shorter.warmup_epochs, shorter.soft) == (6, 1, "tokens")
+
+
+@pytest.mark.parametrize("cluster", ["local", "slurm"])
+def test_the_full_scale_is_shown_with_its_cost(program, cluster):
+    flags = ("--scale", "full", "--data_path", "in", "--strategies", "tokens", "--seeds", 0, 1, "--dry_run")
+    code, out, err = program(maskbench, *flags, "--cluster", cluster, "--ngpus", 8)
+    assert (code, err) == (0, "")
+    pretrain = [line for line in out.splitlines() if "pretrain.py" in line]
+    assert len(pretrain) == 4
+    assert all("--num_classes 100 --max_images 100000" in line for line in pretrain)
+    assert all(line.startswith("python submitit_pretrain.py") == (cluster == "slurm") for line in pretrain)
+    assert out.count("experiments.probe") == 4
+    assert f"4 pretrainings, about {2 * 3.8 * (1 + 3.03):.3g} A100 hours" in out
+
+
+def test_a_dotted_program_is_run_as_a_module():
+    step = planned(*TINY)["random"].steps[1]
+    assert command(step, 1)[:2] == ["-m", "experiments.probe"]
+    assert "--standalone" in command(step, 2)
+
+
+def test_mistakes_of_maskbench_end_in_a_sentence(program, tmp_path):
+    for flags, message in (
+        (("--strategies", "nonsense"), "--strategies nonsense is unknown"),
+        (("--strategies", "none.py:stripes"), "there is no file none.py"),
+        (("--scale", "full", "--data_set", "shapes"), "--scale full takes folder"),
+        (("--data_set", "shapes", "--equal_compute", "--dry_run"), "the cost of random is not measured yet"),
+    ):
+        code, _, err = program(maskbench, *flags, "--output_dir", tmp_path)
+        assert (code, message in err, err.count("\n")) == (2, True, 1), err
+    code, _, err = program(probe, tmp_path)
+    assert (code, "--save_every 1" in err) == (2, True)
+
+
+# --- A whole benchmark ---
+
+
+@pytest.fixture
+def bench(program, monkeypatch, tmp_path):
+    """MaskBench on shapes with all programs in this process, and no measurement of costs."""
+
+    def in_process(runs, _args):
+        for run in runs:
+            for step in run.steps:
+                if not run.is_done(step):
+                    done.append(step.title)
+                    importlib.import_module(step.program).main(step.args())
+        return {}
+
+    done: list[str] = []
+    monkeypatch.setattr(maskbench, "work", in_process)
+    monkeypatch.setattr(maskbench, "measure_costs", lambda _: COSTS)
+
+    def call(*flags):
+        done.clear()
+        code, out, err = program(maskbench, *TINY, "--output_dir", tmp_path / "out", *flags)
+        assert code == 0, out + err
+        return out, list(done)
+
+    return call
+
+
+def probed(folder: Path) -> tuple[dict, dict[str, np.ndarray]]:
+    line = json.loads((folder / "probe" / "results.jsonl").read_text().splitlines()[-1])
+    with np.load(folder / "probe" / line["predictions"]) as file:
+        return line, dict(file)
+
+
+def test_a_benchmark_is_run_probed_and_shown(bench, tmp_path):
+    (tmp_path / "mine.py").write_text("def stripes(ask):\n    return ask.uniform() + 2 * (ask.uniform() > 0.5)\n")
+    flags = ("--strategies", "block", f"{tmp_path}/mine.py:stripes", "--seeds", 0, 1, 2)
+    out, done = bench(*flags)
+    assert done == ["main_pretrain", "experiments.probe on shapes"] * 9
+    folder = tmp_path / "out" / "tiny" / "shapes"
+    found = {name: [probed(folder / name / f"seed{seed}") for seed in range(3)] for name in ("random", "stripes")}
+    _, arrays = found["random"][0]
+    assert arrays["encoders"].tolist() == ["0", "1", "average"]
+    assert arrays["hits"].shape == (3, 3, 96 - 32 + 19)
+    assert np.array_equal(arrays["hits"][1, 0], arrays["correct"][0])
+    assert (arrays["held_out"].sum(), arrays["held_out"][:64].all()) == (64, True)
+
+    # Mean token, averaged over both checkpoints, on all images: the leaderboard's default.
+    accuracy = {name: [100 * a["hits"][:2, 0].mean() for _, a in found[name]] for name in found}
+    assert [line["measures"]["last-mean"]["all"] for line, _ in found["random"]] == pytest.approx(accuracy["random"])
+    with open(folder / "leaderboard-last-mean-all.csv") as file:
+        rows = {row["label"]: row for row in csv.DictReader(file)}
+    gain = np.mean(accuracy["stripes"]) - np.mean(accuracy["random"])
+    assert float(rows["stripes"]["gain"]) == pytest.approx(gain, abs=1e-4)
+    assert float(rows["stripes"]["low_simultaneous"]) <= float(rows["stripes"]["low"]) <= gain
+    assert rows["random"]["gain"] == ""
+    page = (folder / "leaderboard-last-mean-all.md").read_text()
+    assert re.search(rf"\| stripes \| undecided \| 2 \| 3 \| {np.mean(accuracy['stripes']):.2f} \|", page)
+    assert "### Noise, from 3 seeds of 3 strategies" in page
+    assert (folder / "leaderboard-last-mean-all.png").stat().st_size > 10_000
+
+    out, done = bench(*flags, "--measure", "average-cls", "--part", "held_out")
+    assert done == []
+    accuracy = np.mean([100 * a["hits"][2, 1][a["held_out"]].mean() for _, a in found["random"]])
+    assert re.search(rf"random +baseline +2 +3 +{accuracy:.2f}", out)
+
+
+def test_costs_are_measured_once_beside_random_masks(monkeypatch, tmp_path):
+    class SameProcess:
+        Pool = staticmethod(lambda *_, **__: SameProcess())
+        __enter__ = lambda self: self  # noqa: E731
+        __exit__ = lambda *_: None  # noqa: E731
+        apply = staticmethod(lambda function, arguments: function(*arguments))
+
+    monkeypatch.setattr(maskbench, "get_context", lambda _: SameProcess)
+    args = arguments(*TINY, "--strategies", "ratio", "attention", "--output_dir", tmp_path)
+    costs = maskbench.measure_costs(args)
+    assert costs.keys() == {"random", "ratio", "attention"}
+    assert costs["random"].time == 1
+    assert costs["random"].gflop < costs["ratio"].gflop < costs["attention"].gflop
+    monkeypatch.setattr(maskbench, "Contender", None)
+    assert maskbench.measure_costs(args) == maskbench.known_costs(args) == costs
+
+
+# --- Probes ---
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory) -> Path:
+    run = planned(*TINY, "--output_dir", tmp_path_factory.mktemp("run"))["random"]
+    main_pretrain.main(run.pretrain.args())
+    return run.folder
+
+
+def test_features_are_those_of_the_other_evaluations_and_weights_are_averaged(run_folder):
+    imgs = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    paths = probe.last_checkpoints(run_folder, 2)
+    assert [path.name for path in paths] == ["checkpoint-0.pth", "checkpoint-1.pth"]
+    encoders = probe.load_encoders(paths, torch.device("cpu"))
+    for name, path in zip("01", paths, strict=True):
+        pooled, single = (load_encoder(path, global_pool=pool).forward_features(imgs) for pool in (True, False))
+        torch.testing.assert_close(encoders[name](imgs), torch.cat([pooled, single], dim=1))
+    weights = [checkpoint(run_folder, epoch)["model"]["blocks.0.attn.qkv.weight"] for epoch in (0, 1)]
+    torch.testing.assert_close(encoders["average"].pooled.blocks[0].attn.qkv.weight, (weights[0] + weights[1]) / 2)
+    with pytest.raises(UserError, match="--last 1"):
+        probe.last_checkpoints(run_folder, 3)
+
+
+def test_held_out_images_are_all_others_of_the_training_images(run_folder):
+    args = Namespace(**checkpoint(run_folder)["args"], run=run_folder)
+    images = find_unseen(args)
+    seen = {name.replace("pretrain", "train") for name in image_names(build_source(args, "pretrain"))}
+    held_out = set(images.names()[: len(images.held_out)])
+    assert (len(seen), len(held_out), len(images.names())) == (32, 64, 64 + 19)
+    assert held_out | seen == {f"shapes/train/{i}" for i in range(96)}
+    args.split_seed = 1
+    with pytest.raises(UserError, match="does not hold the images"):
+        find_unseen(args)
+    args.max_images, args.data_identity = None, None
+    assert find_unseen(args).held_out == []
+
+
+def test_a_run_on_all_training_images_is_cross_fitted_on_the_test_images(program, run_folder, tmp_path):
+    flags = planned(*TINY, "--output_dir", tmp_path, "--pretrain", "--max_images", 96)["random"]
+    main_pretrain.main(flags.pretrain.args())
+    code, out, err = program(probe, *flags.steps[1].flags, "--folds", 3)
+    assert (code, err) == (0, "")
+    line, arrays = probed(flags.folder)
+    assert not arrays["held_out"].any()
+    assert line["images"] == {"train": 19, "test": 19, "unreadable": 0}
+    assert line["measures"]["final-both"].keys() == {"all", "test"}
+
+
+def test_no_image_is_classified_by_a_probe_that_was_fitted_on_it():
+    """Each image has a feature of its own, from which a probe could read off any label that it has seen."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(2, (60,), generator=generator)
+    features = torch.cat([torch.eye(60), torch.randn(60, 1, generator=generator)], dim=1)
+    folds = torch.arange(60) % 4 - 1  # a fold of images that no probe is fitted on, and three others
+    top5 = cross_fit(features, labels, folds, 2, 1.0, torch.device("cpu"))
+    flipped = torch.where(folds == -1, 1 - labels, labels)
+    assert torch.equal(top5, cross_fit(features, flipped, folds, 2, 1.0, torch.device("cpu")))
+    flipped = torch.where(folds == 1, 1 - labels, labels)
+    changed = cross_fit(features, flipped, folds, 2, 1.0, torch.device("cpu"))
+    assert torch.equal(top5[folds == 1], changed[folds == 1])
+    assert not torch.equal(top5[folds != 1], changed[folds != 1])
+
+
+# --- Standings ---
+
+
+def made_up(accuracy: float, seed: int, images: int = 2000) -> ProbedRun:
+    """Half of the images are held out; all checkpoints and features hit the same ones."""
+    hits = np.random.default_rng(seed).random(images) < accuracy
+    names = np.array([str(i) for i in range(images)])
+    return ProbedRun(Path("made_up.npz"), names, np.arange(images) < images // 2, ["0"], np.tile(hits, (1, 3, 1)))
+
+
+def test_standings_compare_to_the_baseline_of_the_same_length_over_common_seeds():
+    entries = [Entry("random", "random", 16, "random"), Entry("grid", "grid", 16, "random")]
+    entries += [Entry("random-64epochs", "random", 64, "random-64epochs"), Entry("none", "noise", 16, "random")]
+    entries += [Entry("grid-64epochs", "grid", 64, "random-64epochs")]
+    chances = {"random": 0.4, "grid": 0.6, "random-64epochs": 0.7, "grid-64epochs": 0.5}
+    probes = {name: {s: made_up(p, 10 * at + s) for s in range(4)} for at, (name, p) in enumerate(chances.items())}
+    probes["grid"][9] = made_up(0.6, 99)  # of a seed that the baseline lacks
+    rows = {row.entry.label: row for row in standings(entries, probes, COSTS, "final-mean", draws=300)}
+    assert list(rows) == ["random-64epochs", "grid", "grid-64epochs", "random"]
+    assert (rows["grid"].gain.verdict, rows["grid-64epochs"].gain.verdict) == ("better", "worse")
+    assert rows["random"].gain is None
+    assert (rows["grid"].seeds, rows["grid"].compute, rows["grid-64epochs"].compute) == (5, 1, 1)
+    own, base = ([100 * probes[name][s].hits[0, 0].mean() for s in range(4)] for name in ("grid", "random"))
+    assert rows["grid"].gain.mean == pytest.approx(np.mean(own) - np.mean(base))
+
+    noise = noise_table(entries, probes)
+    assert noise.title == "Noise, from 4 seeds of 2 strategies"
+    deviation = np.std(np.array(own) - np.array(base), ddof=1)
+    assert noise.rows[0][1][1].number == f"{deviation:.2f}"
+    with pytest.raises(UserError, match="--measure last-mean"):
+        standings(entries, probes, COSTS, "last-mean")
+    probes["grid"][9] = made_up(0.6, 99, images=100)
+    with pytest.raises(UserError, match="different images"):
+        standings(entries, probes, COSTS, "final-mean")
+
+
+def test_scales_have_a_probe_that_their_checkpoints_allow():
+    for scale in SCALES.values():
+        settings = main_pretrain.get_args_parser().parse_args(scale.pretrain.split())
+        last = probe.get_args_parser().parse_args(["run", *scale.probe.split()]).last
+        assert settings.save_every == 1
+        assert settings.keep == 0 or settings.keep >= last
+        assert settings.epochs >= last
