@@ -69,7 +69,7 @@ def standings(
     check_same(probes)
     found = [entry for entry in entries if probes.get(entry.label)]
     scores = {entry.label: scores_of(probes[entry.label], measure, part) for entry in found}
-    compared = {entry.label: shared for entry in found if (shared := difference(entry, scores))}
+    compared = {entry.label: shared for entry in found if (shared := over_baseline(entry, scores))}
     gains = dict(zip(compared, estimate_all(list(compared.values()), draws), strict=True))
     epochs = {entry.label: entry.epochs for entry in entries}
     rows = []
@@ -95,7 +95,7 @@ def scores_of(probes: dict[int, ProbedRun], measure: str, part: str) -> dict[int
     return found
 
 
-def difference(entry: Entry, scores: dict[str, dict[int, np.ndarray]]) -> Differences | None:
+def over_baseline(entry: Entry, scores: dict[str, dict[int, np.ndarray]]) -> Differences | None:
     """To the baseline's same seeds; None where there are none, and for a baseline."""
     own, base = scores[entry.label], scores.get(entry.baseline, {})
     seeds = tuple(seed for seed in own if seed in base)

@@ -92,7 +92,7 @@ SCALES = {
     "tiny": BenchScale(
         f"{MICRO} --input_size 16 --max_images 32 --batch_size 16 --lr 1e-3 --epochs 2 --warmup_epochs 0 --cmm_depth 1 "
         "--num_workers 0 --save_every 1",
-        probe="--last 2 --num_workers 0",
+        probe="--last 2 --folds 2 --num_workers 0",
         data={"shapes": "--shapes_images 96"},
         hours=0.002,
         device="core",
@@ -316,7 +316,7 @@ def explanations(args: Namespace) -> list[str]:
         "p (Holm): of the same bootstrap, corrected for the number of strategies",
         "step / random: median ratio of measured times; compute: that times the epochs, over the baseline's; GFLOP per "
         "image, forward and backward; GB: peak memory of an iteration",
-        "seeds to tell 0.5 points: two-sided t-test, 80 % power, level 5 %, which the strategies share in the last column",
+        "seeds to tell 0.5 points: two-sided t-test, power 80 %, level 5 %; shared by strategies in the last column",
     ]
 
 

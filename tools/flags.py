@@ -13,7 +13,14 @@ from util.training.launcher import add_job_arguments
 
 PROGRAMS = (
     *("main_pretrain", "main_knn", "main_linprobe", "main_fewshot", "main_finetune", "main_compare", "main_masks"),
-    *("main_visualize", "experiments.run", "experiments.maskbench", "experiments.probe", "tools.export", "tools.diff_upstream"),
+    *(
+        "main_visualize",
+        "experiments.run",
+        "experiments.maskbench",
+        "experiments.probe",
+        "tools.export",
+        "tools.diff_upstream",
+    ),
 )
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
 INTRODUCTION = """# All flags

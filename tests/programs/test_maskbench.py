@@ -139,6 +139,7 @@ def probed(folder: Path) -> tuple[dict, dict[str, np.ndarray]]:
         return line, dict(file)
 
 
+@pytest.mark.slow
 def test_a_benchmark_is_run_probed_and_shown(bench, tmp_path):
     (tmp_path / "mine.py").write_text("def stripes(ask):\n    return ask.uniform() + 2 * (ask.uniform() > 0.5)\n")
     flags = ("--strategies", "block", f"{tmp_path}/mine.py:stripes", "--seeds", 0, 1, 2)
@@ -230,7 +231,7 @@ def test_held_out_images_are_all_others_of_the_training_images(run_folder):
 def test_a_run_on_all_training_images_is_cross_fitted_on_the_test_images(program, run_folder, tmp_path):
     flags = planned(*TINY, "--output_dir", tmp_path, "--pretrain", "--max_images", 96)["random"]
     main_pretrain.main(flags.pretrain.args())
-    code, out, err = program(probe, *flags.steps[1].flags, "--folds", 3)
+    code, _, err = program(probe, *flags.steps[1].flags, "--folds", 3)
     assert (code, err) == (0, "")
     line, arrays = probed(flags.folder)
     assert not arrays["held_out"].any()
