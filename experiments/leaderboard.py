@@ -11,9 +11,10 @@ from matplotlib.figure import Figure
 
 from experiments.paired import DRAWS, LEVEL, Differences, Estimate, estimate_all, measure_noise, seeds_needed
 from experiments.probe import FEATURES, PARTS, ProbedRun
+from util.checkpoint import write_text
 from util.cli import UserError
 from util.evaluation.tables import Cell, Group, Table, csv_text, p_value
-from util.plots.style import COLOURS, MARKERS, verbatim
+from util.plots.style import COLOURS, MARKERS, save_figure, verbatim
 
 EFFECT = 0.5  # points: the difference that a benchmark should be able to tell from none
 FEATURE_NAMES = {"mean": "mean token", "cls": "[CLS] token", "both": "both"}
@@ -242,14 +243,8 @@ def measures_beside(measure: str) -> list[str]:
 
 def write_leaderboard(folder: Path, name: str, text: str, rows: Sequence[Standing]) -> list[Path]:
     """NAME.md, NAME.csv and NAME.png."""
-    from util.checkpoint import write_text
-    from util.plots.style import save_figure
-
     files = {folder / f"{name}.md": text, folder / f"{name}.csv": leaderboard_csv(rows)}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for path, content in files.items():
-            write_text(path, content)
-        return [*files, *save_figure(compute_figure(rows), folder / name, ["png"])]
-    except OSError as error:
-        raise UserError(f"{folder} cannot be written: {error.strerror}; give another --output_dir") from None
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, content in files.items():
+        write_text(path, content)
+    return [*files, *save_figure(compute_figure(rows), folder / name, ["png"])]

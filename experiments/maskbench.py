@@ -30,7 +30,7 @@ from experiments.leaderboard import (
     standings,
     write_leaderboard,
 )
-from experiments.paired import FEWEST_SEEDS
+from experiments.paired import DRAWS, FEWEST_SEEDS
 from experiments.plan import Run, Step, data_folder, data_name, parse
 from experiments.probe import AVERAGE, FEATURES, PARTS, PROTOCOL, read_probe
 from experiments.recipes import RELEASED_FLAGS, Variant
@@ -249,7 +249,7 @@ def measure_costs(args: Namespace) -> dict[str, Cost]:
         memory = {name: pool.apply(peak_memory, ("", bench)) for name, bench in benches.items()}
     contenders = {name: Contender("", bench) for name, bench in benches.items()}
     for contender in contenders.values():
-        contender.iterate(8 * PER_TURN)  # until thresholded masks are near their ratio
+        contender.iterate(2 * PER_TURN)  # until thresholded masks are near their ratio
     tasks = {name: lambda _, one=one: one.iterate() for name, one in contenders.items()}
     times, _ = alternate(tasks, scale.rounds)
     for name in new:
@@ -295,7 +295,8 @@ def report(runs: dict[Entry, list[Run]], costs: dict[str, Cost], failed: dict[Ru
     if not any(probes.values()):
         logger.info("%s", "\n".join(["there is no result yet", *notes]))
         return
-    found = {m: standings(entries, probes, costs, m, args.part) for m in measures_beside(args.measure)}
+    draws = {m: DRAWS if m == args.measure else DRAWS // 5 for m in measures_beside(args.measure)}
+    found = {m: standings(entries, probes, costs, m, args.part, draws[m]) for m in draws}
     rows = found[args.measure]
     tables = [leaderboard_table(rows), features_table(found), noise_table(entries, probes)]
     tables = [table for table in tables if table]

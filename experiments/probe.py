@@ -34,7 +34,7 @@ from util.cli import ArgumentParser, UserError, count, count_or_zero, number, po
 from util.data.sources import build_source, image_names
 from util.datasets import ImageDataset, build_eval_dataset
 from util.evaluation.features import FeatureCache, FeatureSet, extract_features, file_hash
-from util.evaluation.results import Outcome, Report, Result
+from util.evaluation.results import Outcome, Report, Result, read_arrays
 from util.evaluation.subject import Subject
 from util.evaluation.tables import show_table
 from util.misc import amp_dtype, derive_seed, init_distributed_mode
@@ -101,13 +101,9 @@ class ProbedRun:
 
 
 def read_probe(result: Result) -> ProbedRun:
-    path = result.predictions
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            encoders = file["encoders"].tolist()
-            return ProbedRun(path, file["images"], file["held_out"], encoders, file["hits"])
-    except Exception as error:  # zip, zlib and numpy each have several errors of their own for a damaged file
-        raise UserError(f"{path} cannot be read ({error}); delete {path.parent} and probe again") from None
+    path, kinds = result.predictions, {"images": "U", "held_out": "b", "encoders": "U", "hits": "b"}
+    images, held_out, encoders, hits = read_arrays(path, kinds, f"delete {path.parent} and probe again").values()
+    return ProbedRun(path, images, held_out, encoders.tolist(), hits)
 
 
 # --- Encoders ---
@@ -268,7 +264,7 @@ def settle_probe_args(args: Namespace, trained: dict) -> Namespace:
 
 def main(args: Namespace) -> None:
     paths = last_checkpoints(Path(args.run), args.last)
-    args = settle_probe_args(args, load_checkpoint(paths[-1], lazily=True)["args"])
+    args = settle_probe_args(args, load_checkpoint(paths[-1], check=False, mapped=True)["args"])
     device = init_distributed_mode(args)
     images = find_unseen(args)
     names, num_held_out = images.names(), len(images.held_out)
