@@ -50,9 +50,15 @@ class Standing:
     part: str
     seeds: int
     accuracy: float
-    gain: Estimate | None  # None for a baseline
+    gain: Estimate | None  # None for a baseline, and without its results
     cost: Cost | None
     compute: float | None  # of the whole training, over the baseline's
+
+    @property
+    def verdict(self) -> str:
+        if self.entry.label == self.entry.baseline:
+            return "baseline"
+        return self.gain.verdict if self.gain else ""
 
 
 Probes = dict[str, dict[int, ProbedRun]]  # by label and seed
@@ -131,7 +137,7 @@ def leaderboard_table(rows: Sequence[Standing]) -> Table:
             cells += [Cell("")] * 4
         cells += [Cell(f"{cost.time:.2f}" if cost else "-"), Cell(f"{row.compute:.2f}" if row.compute else "-")]
         cells += [Cell(f"{cost.gflop:.3g}" if cost else "-"), Cell(f"{cost.memory:.2f}" if cost else "-")]
-        lines.append(([row.entry.label, gain.verdict if gain else "baseline"], cells))
+        lines.append(([row.entry.label, row.verdict], cells))
     groups = [
         Group("", ["epochs", "seeds", "Acc@1"]),
         Group("over its baseline:", ["gain", "95 %", "95 %, all together", "p (Holm)"]),
@@ -222,7 +228,7 @@ def compute_figure(rows: Sequence[Standing]) -> Figure:
         x = 1.0 if row.compute is None else row.compute
         style = {"color": colour, "marker": marker, "markersize": 6, "linestyle": "none", "elinewidth": 1, "capsize": 3}
         axes.errorbar([x], [row.accuracy], yerr=bar, label=verbatim(row.entry.label), **style)
-        if row.gain is None:
+        if row.verdict == "baseline":
             axes.axhline(row.accuracy, color="0.6", linewidth=1, linestyle="--")
     axes.set_xscale("log", base=2)
     axes.set_xlabel("training compute / the baseline's (measured step time x epochs)")

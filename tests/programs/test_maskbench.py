@@ -274,7 +274,9 @@ def test_standings_compare_to_the_baseline_of_the_same_length_over_common_seeds(
     rows = {row.entry.label: row for row in standings(entries, probes, COSTS, "final-mean", draws=300)}
     assert list(rows) == ["random-64epochs", "grid", "grid-64epochs", "random"]
     assert (rows["grid"].gain.verdict, rows["grid-64epochs"].gain.verdict) == ("better", "worse")
-    assert rows["random"].gain is None
+    assert (rows["random"].gain, rows["random"].verdict) == (None, "baseline")
+    alone = standings(entries, {"grid": probes["grid"]}, COSTS, "final-mean")
+    assert [(row.gain, row.verdict) for row in alone] == [(None, "")]
     assert (rows["grid"].seeds, rows["grid"].compute, rows["grid-64epochs"].compute) == (5, 1, 1)
     own, base = ([100 * probes[name][s].hits[0, 0].mean() for s in range(4)] for name in ("grid", "random"))
     assert rows["grid"].gain.mean == pytest.approx(np.mean(own) - np.mean(base))
