@@ -221,17 +221,22 @@ def compute_figure(rows: Sequence[Standing]) -> Figure:
     """Accuracy against compute. Bars are the simultaneous intervals of differences to the baseline."""
     figure = Figure(figsize=(7.5, 4.5), layout="constrained")
     axes = figure.add_subplot()
+    shortest = min((row.entry.epochs for row in rows if row.verdict == "baseline"), default=rows[0].entry.epochs)
     for at, row in enumerate(rows):
         interval = row.gain.simultaneous if row.gain else None
         bar = [[row.gain.mean - interval[0]], [interval[1] - row.gain.mean]] if row.gain and interval else None
         colour, marker = COLOURS[at % len(COLOURS)], MARKERS[at % len(MARKERS)]
-        x = 1.0 if row.compute is None else row.compute
+        x = (row.cost.time if row.cost else 1.0) * row.entry.epochs / shortest
         style = {"color": colour, "marker": marker, "markersize": 6, "linestyle": "none", "elinewidth": 1, "capsize": 3}
         axes.errorbar([x], [row.accuracy], yerr=bar, label=verbatim(row.entry.label), **style)
         if row.verdict == "baseline":
             axes.axhline(row.accuracy, color="0.6", linewidth=1, linestyle="--")
     axes.set_xscale("log", base=2)
-    axes.set_xlabel("training compute / the baseline's (measured step time x epochs)")
+    left, right = axes.get_xlim()
+    ticks = [tick for tick in (0.25, 0.5, 0.7, 1, 1.4, 2, 3, 4, 6, 8, 12, 16) if left <= tick <= right]
+    axes.set_xticks(ticks, labels=map(str, ticks))
+    axes.minorticks_off()
+    axes.set_xlabel("training compute / that of random masks (measured step time x epochs)")
     axes.set_ylabel("Acc@1 (%)")
     axes.set_title(f"{shown_measure(rows[0].measure)}, {shown_part(rows[0].part)}", fontsize=10)
     axes.grid(color="0.92")
