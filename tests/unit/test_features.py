@@ -10,6 +10,7 @@ from safetensors import safe_open
 
 import main_knn
 from models_mae import mae_vit_micro_patch4
+from util.arguments import DEFAULT_DATA_PATH
 from util.checkpoint import save_checkpoint
 from util.cli import UserError
 from util.evaluation import features
@@ -170,7 +171,8 @@ def test_classes_of_other_data_do_not_restrict(subject, checkpoint, classes, clm
 
 def test_classes_of_training_matter_for_folders_only(subject, checkpoint):
     trained_on(checkpoint, ["disc"])
-    assert len(subject("--data_set", "shapes", "--shapes_images", 20).classes) == 10
+    shapes = ("--data_set", "shapes", "--data_path", DEFAULT_DATA_PATH, "--shapes_images", 20)
+    assert len(subject(*shapes).classes) == 10
 
 
 def test_random_weights_of_another_seed_are_another_encoder(subject, extractions):
