@@ -161,10 +161,7 @@ def refuse_unused_data_flags(args: Namespace) -> None:
     parser = ArgumentParser()
     add_data_arguments(parser)
     of_folders = ("file_list", "num_classes", "class_list", "split")
-    unused = {
-        "folder": ("download", "shapes_images"),
-        "shapes": ("data_path", "download", *of_folders),
-    }.get(args.data_set, ("shapes_images", *of_folders))
+    unused = {"folder": ("download",), "shapes": ("data_path", "download", *of_folders)}.get(args.data_set, of_folders)
     conditions = [
         (True, f"with --data_set {args.data_set}", unused),
         (not args.num_classes, "without --num_classes", ("class_seed",)),

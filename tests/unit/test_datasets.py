@@ -387,7 +387,6 @@ def test_the_identity_of_data_in_existing_checkpoints():
         ("--data_set shapes --data_path data", "--data_path has no effect with --data_set shapes"),
         ("--data_set shapes --download", "--download has no effect with --data_set shapes"),
         ("--data_path data --download", "--download has no effect with --data_set folder"),
-        ("--data_path data --shapes_images 10", "--shapes_images has no effect with --data_set folder"),
         ("--data_path data --class_seed 1", "--class_seed has no effect without --num_classes"),
         ("--data_path data --split_seed 1", "--split_seed has no effect without --split or --max_images"),
         ("--data_path data --num_classes 3 --class_list names.txt", "--num_classes has no effect beside --class_list"),

@@ -107,6 +107,20 @@ def test_what_changes_the_features_changes_the_key(subject, extractions, data, c
     assert len(extractions) == 2
 
 
+def test_two_images_of_equal_size_and_time_exchanged(subject, extractions, data):
+    one, two, aside = (data / "train" / "a" / name for name in ("0.png", "1.png", "aside"))
+    size = max(path.stat().st_size for path in (one, two))
+    for path in (one, two):
+        path.write_bytes(path.read_bytes().ljust(size, b"\0"))
+        os.utime(path, ns=(0, 0))
+    before = subject().features("train").features
+    one.rename(aside)
+    two.rename(one)
+    aside.rename(two)
+    torch.testing.assert_close(subject().features("train").features[[1, 0]], before[:2])
+    assert len(extractions) == 2
+
+
 def test_moving_the_data_changes_nothing(subject, extractions, data, tmp_path):
     subject("--data_name", "x").features("train")
     data.rename(tmp_path / "elsewhere")
