@@ -144,6 +144,9 @@ def test_pipes_and_devices_are_unreadable_images(data, clmae_log):
     assert len(list(loader)) == 1
     assert "train/a/0.jpg (OSError: not a regular file)" in clmae_log.text
     assert "train/a/2.jpg (OSError: not a regular file); 2 so far" in clmae_log.text
+    for flag in ("--file_list", "--class_list"):
+        with pytest.raises(UserError, match=f"{flag} .*: not a regular file"):
+            build_source(parse("--data_path", data, flag, data / "train" / "a" / "0.jpg"), "train")
 
 
 def test_a_folder_that_cannot_be_listed_is_not_passed_over(data, monkeypatch):

@@ -4,7 +4,6 @@ import hashlib
 import os
 from argparse import Namespace
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,6 +12,7 @@ from PIL import Image
 from torchvision import datasets
 
 from util.arguments import DEFAULT_DATA_PATH
+from util.checkpoint import reason_of
 from util.cli import UserError
 from util.data.listing import Listing, Names, list_images, read_regular
 from util.data.shapes import ShapesDataset
@@ -248,9 +248,9 @@ def choose_classes(classes: list[str], args: Namespace) -> list[str]:
 
 def read_class_list(path: str) -> list[str]:
     try:
-        lines = os.fsdecode(Path(path).read_bytes()).split("\n")  # names of folders, which need not be UTF-8
+        lines = os.fsdecode(read_regular(path)).split("\n")  # names of folders, which need not be UTF-8
     except OSError as error:
-        raise UserError(f"--class_list {path}: {error.strerror}") from None
+        raise UserError(f"--class_list {path}: {reason_of(error)}") from None
     if any("\0" in line for line in lines):
         raise UserError(f"--class_list {path} is not a text file; it needs a class folder's name per line")
     wanted = sorted({line.strip() for line in lines if line.strip()})
