@@ -131,6 +131,7 @@ from engine_finetune import Objective, evaluate, test_metrics, train_one_epoch
 from models_vit import classifier_of, resolve_checkpoint, with_head
 from util import checkpoint as ckpt
 from util.data.augment import build_finetune_loader
+from util.data.listing import save_beside
 from util.datasets import ImageLoader, count_steps
 from util.evaluation.features import FeatureSet
 from util.evaluation.metrics import summary, top_classes
@@ -228,6 +229,7 @@ def main(args: Namespace) -> None:
     state = build_classifier(subject, args)
     start = start_finetuning(state, steps_per_epoch, args)
     log_writer = prepare_output(args, start, steps_per_epoch, subject.classes)
+    save_beside(subject.listing, args)
     report = Report(subject, PROTOCOL, log_writer)
     parameters = sum(p.numel() for p in state.model.parameters())
     describe_run(parameters, data_loader, start, args)

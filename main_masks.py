@@ -41,6 +41,7 @@ import torch
 
 from masking import hashed_uniform, mask_health
 from util.checkpoint import write_text
+from util.data.listing import Names
 from util.data.sources import ImageList
 from util.evaluation.features import file_hash
 from util.evaluation.forensics import BLOCK, difficulty, edge_contrast, edge_scores, mirror_correlation, verdicts
@@ -151,7 +152,7 @@ def measure_file(name: str, path: Path, judge: Snapshot | None, args: Namespace)
     files = [next((root / each for root in roots if os.path.isfile(root / each)), None) for each in names]
     if None in files:
         raise UserError(f"{path} names {names[files.index(None)]}, which is neither beside it nor in --data_path")
-    images = read_images(ImageList([(str(file), 0) for file in files], classes=[]), len(files), args.seed)
+    images = read_images(ImageList(Names.pack(map(str, files))), len(files), args.seed)
     if len(images) != len(files):
         raise UserError(f"{path}: some of its images cannot be read")
     return measure(name, path, mask, as_input(images, judge, set_up_device(args.device)), judge, args)

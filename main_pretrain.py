@@ -196,6 +196,7 @@ from torch import nn
 from engine_pretrain import train_one_epoch
 from masking import LearnedMasking, Masking, MaskSettings, find_strategy
 from models_mae import MODELS, Autoencoder, build_mae, grid_size
+from util.data.listing import list_images, save_beside
 from util.datasets import ImageLoader, build_pretrain_loader, count_steps
 from util.misc import (
     NativeScalerWithGradNormCount,
@@ -325,13 +326,15 @@ def main(args: Namespace) -> None:
     check_args(args)
     device = init_distributed_mode(args)
     settle_batch_and_rates(args)
-    data_loader = build_pretrain_loader(args)
+    listing = list_images(args)
+    data_loader = build_pretrain_loader(args, listing)
     settle(data_loader, device, args)
     steps_per_epoch = count_steps(data_loader, args)
-    monitor = Monitor(args, device)
+    monitor = Monitor(args, device, listing)
     state = build_networks(args, device)
     start = start_pretraining(state, steps_per_epoch, args)
     log_writer = prepare_output(args, start, steps_per_epoch, args.classes)
+    save_beside(listing, args)
     describe_run(state, data_loader, start, device, args)
 
     model, masking = with_ddp(state.model), build_masking(state, args)

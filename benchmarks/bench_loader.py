@@ -28,6 +28,7 @@ from benchmarks.timing import alternate, ratio
 from util.cli import ArgumentParser, UserError, logger, run
 from util.crop import draw_crop
 from util.data import decode
+from util.data.listing import Names
 from util.data.sources import ImageList
 from util.datasets import Augmentation, AugmentedDataset, EpochBatches, ImageLoader, collate_augmented
 from util.evaluation.tables import show_table
@@ -79,7 +80,7 @@ class Upstream(ImageFolder):
 
 
 def augmented(paths: list[str], size: int, exact: bool = False) -> AugmentedDataset:
-    source = ImageList([(path, 0) for path in paths], classes=[])
+    source = ImageList(Names.pack(paths))
     return AugmentedDataset(source, Augmentation((size, size), "RGB", draw_crop, exact), seed=0)
 
 

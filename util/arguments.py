@@ -20,7 +20,14 @@ def add_data_arguments(parser: ArgumentParser) -> None:
     )
     data.add_argument("--download", action="store_true", help="let torchvision fetch the data set to --data_path")
     data.add_argument(
-        "--num_classes", type=count_or_zero, help="use this many randomly chosen class folders; 0: all of them"
+        "--file_list",
+        metavar="FILE",
+        help="the folder's images, a path per line: read instead of scanning the folder; written if it does not exist",
+    )
+    data.add_argument(
+        "--num_classes",
+        type=count_or_zero,
+        help="use this many randomly chosen class folders; 0: all; default: all, in evaluations the checkpoint's",
     )
     data.add_argument("--class_seed", default=0, type=seed_number, help="seed of that choice")
     data.add_argument("--class_list", help="file with a class folder's name per line")
@@ -149,8 +156,27 @@ def add_image_arguments(parser: ArgumentParser, number: str) -> None:
     add_data_arguments(parser)
 
 
+def refuse_unused_data_flags(args: Namespace) -> None:
+    """What has no effect would be recorded as if it had one."""
+    parser = ArgumentParser()
+    add_data_arguments(parser)
+    of_folders = ("file_list", "num_classes", "class_list", "split")
+    unused = {"folder": ("download",), "shapes": ("data_path", "download", *of_folders)}.get(args.data_set, of_folders)
+    conditions = [
+        (True, f"with --data_set {args.data_set}", unused),
+        (not args.num_classes, "without --num_classes", ("class_seed",)),
+        (not (args.split or args.max_images), "without --split or --max_images", ("split_seed",)),
+        (args.class_list, "beside --class_list", ("num_classes",)),
+    ]
+    for holds, when, names in conditions:
+        given = [name for name in names if getattr(args, name) not in (parser.get_default(name), 0)]
+        if holds and given:
+            raise UserError(f"--{given[0]} has no effect {when}; leave it out")
+
+
 def settle_shared_args(args: Namespace) -> None:
     """Refuse what no single flag can tell, and fill in what follows from other flags."""
+    refuse_unused_data_flags(args)
     if args.input_size is not None:
         sides = [args.input_size] if isinstance(args.input_size, int) else list(args.input_size)
         if len(sides) > 2:

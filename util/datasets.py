@@ -19,6 +19,7 @@ from torchvision.transforms import InterpolationMode, v2
 from util.cli import UserError, logger
 from util.crop import Crop, draw_crop, draw_crop_once
 from util.data.decode import MODES, exact_crop, jpeg_crop, read_jpeg, to_mode
+from util.data.listing import Listing
 from util.data.sources import Source, build_source
 from util.misc import derive_seed, gather_objects, generator, get_rank, get_world_size, start_loader_process
 
@@ -180,8 +181,8 @@ class BadImages:
 
     def add(self, bad: list[str]) -> None:
         for name in sorted(set(bad) - self.names):
-            logger.warning("unreadable image, %s: %s", self.fate, name)
-        self.names.update(bad)
+            self.names.add(name)
+            logger.warning("unreadable image, %s: %s; %d so far", self.fate, name, len(self.names))
         if bad and len(self.names) >= self.total:
             raise UserError(f"none of the {self.total} images can be read; the first: {bad[0]}")
         if len(self.names) > self.limit:
@@ -271,8 +272,10 @@ def collate_augmented(samples: Samples) -> Batch:
     return images.permute(0, 3, 1, 2), labels, bad
 
 
-def build_pretrain_loader(args: Namespace) -> ImageLoader:
-    return build_train_loader(build_source(args, "pretrain"), pretrain_augmentation(args), args.seed, args)
+def build_pretrain_loader(args: Namespace, listing: Listing | None = None) -> ImageLoader:
+    """`listing` as in `build_source`."""
+    source = build_source(args, "pretrain", listing=listing)
+    return build_train_loader(source, pretrain_augmentation(args), args.seed, args)
 
 
 def build_train_loader(
@@ -301,7 +304,9 @@ def count_steps(data_loader: ImageLoader, args: Namespace) -> int:
     return steps
 
 
-def build_eval_dataset(args: Namespace, split: str, classes: list[str] | None = None) -> ImageDataset:
-    """The split without augmentation, so the epoch in a key does not matter. `classes` as in `build_source`."""
-    source = build_source(args, split, classes)
+def build_eval_dataset(
+    args: Namespace, split: str, classes: list[str] | None = None, listing: Listing | None = None
+) -> ImageDataset:
+    """The split without augmentation, so the epoch in a key does not matter; the rest as in `build_source`."""
+    source = build_source(args, split, classes, listing)
     return ImageDataset(source, build_eval_transform(args), MODES[args.in_chans], args.max_bad_images)

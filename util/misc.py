@@ -9,9 +9,10 @@ import platform
 import random
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import timm
@@ -25,6 +26,8 @@ from torch.optim import Optimizer
 from util.cli import STOP_SIGNALS, UserError, silence
 
 PATIENCE = datetime.timedelta(minutes=10)  # how long processes wait for one that does not answer
+HEARTBEAT = 30  # seconds between signs of life of a process that others wait for
+Result = TypeVar("Result")
 # What --attention switches on. Torch's plain "math" is always left for what these cannot run: flash takes no mask.
 # cuDNN's, which torch may prefer on an H100, has a record of wrong results.
 SDPA_KERNELS = {
@@ -249,6 +252,38 @@ def gather_objects(value: object) -> list:
     values: list = [None] * get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def on_first_process(work: Callable[[], Result]) -> Result:
+    """What `work` returns, or raises, in the first process, on every process.
+
+    The others wait for as long as it takes, which may be longer than PATIENCE, but not for a process that is gone.
+    """
+    if get_world_size() == 1:
+        return work()
+    outcome: list = []
+
+    def keep_outcome() -> None:
+        try:
+            outcome.append((work(), None))
+        except Exception as error:
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=keep_outcome, daemon=True)
+    if is_main_process():
+        thread.start()
+    busy = torch.ones(1)
+    while busy.item():
+        if is_main_process():
+            thread.join(HEARTBEAT)
+            busy.fill_(thread.is_alive())
+        dist.broadcast(busy, src=0)
+    shared = outcome or [None]
+    dist.broadcast_object_list(shared, src=0)
+    value, error = shared[0]
+    if error is not None:
+        raise error
+    return value
 
 
 def with_ddp(network: nn.Module) -> nn.Module:

@@ -216,7 +216,7 @@ def test_class_folders(class_folders):
     args = parse("--data_path", class_folders)
     train, val = build_source(args, "train"), build_source(args, "val")
     assert (len(train), len(val), train.classes) == (24, 12, list("abcdef"))
-    assert [label for _, label in train.samples] == sorted(list(range(6)) * 4)
+    assert labels_of(train).tolist() == sorted(list(range(6)) * 4)
     # The classes may also lie directly in the folder.
     assert len(build_source(parse("--data_path", class_folders / "train"), "train")) == 24
 
@@ -293,12 +293,15 @@ def one_folder(tmp_path):
 
 
 def test_split_divides_every_class(one_folder):
+    def samples(source):
+        return list(zip(image_names(source), labels_of(source).tolist(), strict=True))
+
     def part(split, *flags):
-        return build_source(parse("--data_path", one_folder, "--split", 0.8, *flags), split).samples
+        return samples(build_source(parse("--data_path", one_folder, "--split", 0.8, *flags), split))
 
     train, test = part("train"), part("val")
-    assert sorted(train + test) == sorted(build_source(parse("--data_path", one_folder), "train").samples)
-    counts = [[sum(label == c for _, label in samples) for c in range(4)] for samples in (train, test)]
+    assert sorted(train + test) == sorted(samples(build_source(parse("--data_path", one_folder), "train")))
+    counts = [[sum(label == c for _, label in each) for c in range(4)] for each in (train, test)]
     assert counts == [[8, 4, 1, 1], [2, 1, 1, 0]], "80 % each, and both parts get an image where there are two"
     assert part("train") == train == part("pretrain")
     assert len({tuple(part("train", "--split_seed", seed)) for seed in range(5)}) > 1
@@ -339,15 +342,21 @@ def test_split_is_for_a_single_folder(class_folders, one_folder):
             parse("--data_path", one_folder, "--split", share)
 
 
-def test_the_training_images_define_the_classes(class_folders):
-    """A class without test images must not shift the labels of those after it."""
+def test_training_and_held_out_images_have_the_same_classes(class_folders, tmp_path):
+    """Or a class could not be tested, or never be right; chosen classes need nothing of the others."""
     for path in (class_folders / "val" / "b").iterdir():
         path.unlink()
-    args = parse("--data_path", class_folders)
-    assert [label for _, label in build_source(args, "val").samples] == [0, 0, 2, 2, 3, 3, 4, 4, 5, 5]
     write_image(class_folders / "val" / "zebra" / "0.png")
-    with pytest.raises(UserError, match=r"val has classes that .*train does not have: zebra"):
+    args = parse("--data_path", class_folders)
+    with pytest.raises(UserError, match=r"differ: only train has b and only val has zebra; .*--class_list"):
         build_source(args, "val")
+    assert len(build_source(args, "train")) == 24
+    (tmp_path / "names.txt").write_text("a\nd\n")
+    chosen = ("--data_path", class_folders, "--class_list", tmp_path / "names.txt")
+    assert labels_of(build_source(parse(*chosen), "val")).tolist() == [0, 0, 1, 1]
+    (tmp_path / "names.txt").write_text("a\nb\n")
+    with pytest.raises(UserError, match="differ: only train has b; "):
+        build_source(parse(*chosen), "val")
 
 
 def test_names_do_not_depend_on_where_the_data_lies(class_folders, monkeypatch):
@@ -369,10 +378,29 @@ def test_the_identity_of_data_in_existing_checkpoints():
         assert data_identity(build_source(parse(*flags), split)) == f"3 images, {digest[:16]}"
 
 
-def test_choosing_classes_needs_folders(tmp_path):
-    for flag, value in (("--split", 0.5), ("--num_classes", 2), ("--class_list", "names.txt")):
-        with pytest.raises(UserError, match=r"need class folders, not --data_set cifar10"):
-            build_source(parse("--data_set", "cifar10", "--data_path", tmp_path, flag, value), "train")
+@pytest.mark.parametrize(
+    ("flags", "unused"),
+    [
+        *((f"--data_set {name} --{flag}", f"--{flag.split()[0]} has no effect with --data_set {name}")
+          for name in ("shapes", "cifar10")
+          for flag in ("split 0.5", "num_classes 3", "class_list names.txt", "file_list files.txt")),
+        ("--data_set shapes --data_path data", "--data_path has no effect with --data_set shapes"),
+        ("--data_set shapes --download", "--download has no effect with --data_set shapes"),
+        ("--data_path data --download", "--download has no effect with --data_set folder"),
+        ("--data_path data --class_seed 1", "--class_seed has no effect without --num_classes"),
+        ("--data_path data --split_seed 1", "--split_seed has no effect without --split or --max_images"),
+        ("--data_path data --num_classes 3 --class_list names.txt", "--num_classes has no effect beside --class_list"),
+    ],
+)  # fmt: skip
+def test_a_flag_without_effect_is_refused(flags, unused):
+    """It would be recorded with the run as if it had one."""
+    with pytest.raises(UserError, match=f"^{unused}; leave it out"):
+        parse(*flags.split())
+
+
+def test_no_classes_means_all(class_folders):
+    for flags in (("--data_path", class_folders, "--num_classes", 0), ("--data_set", "shapes", "--num_classes", 0)):
+        assert len(build_source(parse(*flags), "train").classes) == (6 if "--data_path" in flags else 10)
 
 
 def test_fashion_mnist_files(tmp_path):

@@ -2,6 +2,7 @@
 
 import io
 import random
+import struct
 
 import numpy as np
 import pytest
@@ -187,6 +188,46 @@ def test_a_file_cut_short_is_refused_wherever_the_crop_lies(share, exactly, prog
     augment(data, random.Random(0))
     with pytest.raises(OSError, match=r"(?i)truncated|cannot identify"):
         augment(data[: int(share * len(data))], random.Random(0))
+
+
+def damaged(data, rng):
+    """A few bytes changed, zeroed, gone, or moved, anywhere in the file."""
+    at, other, length = rng.randrange(len(data)), rng.randrange(len(data)), rng.choice((1, 4, 50, 200))
+    new = rng.choice(
+        (rng.randbytes(length), bytes(length), b"\xff" * length, b"", b"\xff" + rng.randbytes(1), data[other:][:length])
+    )
+    return data[:at] + new + data[at + length :]
+
+
+def is_read(decode_it):
+    try:
+        decode_it()
+    except Exception:  # on damaged files, decoders raise almost anything
+        return False
+    return True
+
+
+@pytest.mark.usefixtures("decoder")
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"restart_marker_rows": 2}], ids=str)
+def test_training_refuses_the_damaged_files_that_evaluations_refuse(options):
+    """Wherever the crop lies: a file that pretraining saw and evaluations do not is no fair comparison."""
+    data, rng, refused = content(photo(150, 109), subsampling="4:2:0", **options), random.Random(0), 0
+    augment = Augmentation(SIZE, "RGB", lambda *_: (0, 0, 8, 8))
+    for case in range(150):
+        broken = damaged(data, rng)
+        readable = is_read(lambda: to_mode(broken, "RGB"))  # noqa: B023 (called at once)
+        assert is_read(lambda: augment(broken, random.Random(0))) == readable, case  # noqa: B023
+        refused += not readable
+    assert 20 < refused < 130
+
+
+@pytest.mark.usefixtures("decoder")
+@pytest.mark.parametrize("exactly", [False, True])
+def test_no_memory_is_spent_on_more_pixels_than_pillow_allows(exactly):
+    data = content(photo(150, 109))
+    huge = data.replace(struct.pack(">HH", 109, 150), struct.pack(">HH", 65500, 65500), 1)
+    with pytest.raises(Image.DecompressionBombError):
+        Augmentation(SIZE, "RGB", lambda *_: (0, 0, 8, 8), exactly)(huge, random.Random(0))
 
 
 @pytest.mark.usefixtures("decoder")

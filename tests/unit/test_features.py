@@ -10,6 +10,7 @@ from safetensors import safe_open
 
 import main_knn
 from models_mae import mae_vit_micro_patch4
+from util.arguments import DEFAULT_DATA_PATH
 from util.checkpoint import save_checkpoint
 from util.cli import UserError
 from util.evaluation import features
@@ -106,6 +107,20 @@ def test_what_changes_the_features_changes_the_key(subject, extractions, data, c
     assert len(extractions) == 2
 
 
+def test_two_images_of_equal_size_and_time_exchanged(subject, extractions, data):
+    one, two, aside = (data / "train" / "a" / name for name in ("0.png", "1.png", "aside"))
+    size = max(path.stat().st_size for path in (one, two))
+    for path in (one, two):
+        path.write_bytes(path.read_bytes().ljust(size, b"\0"))
+        os.utime(path, ns=(0, 0))
+    before = subject().features("train").features
+    one.rename(aside)
+    two.rename(one)
+    aside.rename(two)
+    torch.testing.assert_close(subject().features("train").features[[1, 0]], before[:2])
+    assert len(extractions) == 2
+
+
 def test_moving_the_data_changes_nothing(subject, extractions, data, tmp_path):
     subject("--data_name", "x").features("train")
     data.rename(tmp_path / "elsewhere")
@@ -170,7 +185,8 @@ def test_classes_of_other_data_do_not_restrict(subject, checkpoint, classes, clm
 
 def test_classes_of_training_matter_for_folders_only(subject, checkpoint):
     trained_on(checkpoint, ["disc"])
-    assert len(subject("--data_set", "shapes", "--shapes_images", 20).classes) == 10
+    shapes = ("--data_set", "shapes", "--data_path", DEFAULT_DATA_PATH, "--shapes_images", 20)
+    assert len(subject(*shapes).classes) == 10
 
 
 def test_random_weights_of_another_seed_are_another_encoder(subject, extractions):

@@ -20,7 +20,7 @@ ACROSS_ROOMS = {
     "util.plots.": ("masking", "models_"),  # masks are drawn, and networks opened for it
     "util.plots.snapshot": ("masking", "models_", "util.data."),  # and images to draw them on
     "util.evaluation.forensics": ("models_",),
-    "util.evaluation.subject": ("models_", "util.data.sources"),  # a checkpoint, opened as an encoder
+    "util.evaluation.subject": ("models_", "util.data."),  # a checkpoint, opened as an encoder; images
     "util.evaluation.features": ("util.data.sources",),
     "util.training.resume": ("util.data.sources",),  # a run resumes on the same images
     "util.training.monitor": ("util.evaluation.", "util.plots."),  # quick checks between epochs

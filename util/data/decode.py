@@ -6,6 +6,8 @@ decoded whole and resized by Pillow, as torchvision does.
 """
 
 import io
+import math
+import re
 import struct
 from dataclasses import dataclass
 
@@ -29,6 +31,11 @@ SIMPLEJPEG_MODES = {"L": "GRAY", "RGB": "RGB", "RGBA": "RGBA"}
 OVERSIZE = 2
 
 ORIENTATION = 0x0112  # EXIF tag
+# Markers of JPEG files. Frames: Huffman coding, baseline, extended or progressive. Segments: what may come before and
+# between scans. In compressed data, FF is followed by 0 or is a restart marker, so any other marker ends a scan.
+END, SCAN, PROGRESSIVE = b"\xff\xd9", 0xDA, 0xC2
+FRAMES, SEGMENTS = {0xC0, 0xC1, PROGRESSIVE}, {0xC4, SCAN, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)}
+MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7]")
 METADATA = {b"Exif": "exif", b"http://ns.adobe.com/xap/1.0/": "xmp"}  # where JPEGs store it, and Pillow's names
 # What makes an image upright: transpose; then mirror left-right; then top-bottom.
 UPRIGHT = {
@@ -90,7 +97,7 @@ class Jpeg:
     data: bytes
     stored: tuple[int, int]  # height and width, as stored
     height_at: int  # offset of the height in the header
-    baseline: bool  # rows are stored from top to bottom, in one pass
+    one_pass: bool  # rows are stored from top to bottom, and nothing comes after them
     orientation: int
 
     @property
@@ -101,30 +108,38 @@ class Jpeg:
 
 
 def read_jpeg(data: bytes) -> Jpeg | None:
-    """None for files better left to Pillow: other formats, CMYK, rare encodings, and truncated files."""
-    # FF D9 cannot occur inside the compressed data, so a truncated file does not end with it.
-    if not data.startswith(b"\xff\xd8\xff") or not data.endswith(b"\xff\xd9"):
+    """None for what Pillow is to decode or to refuse, as it does in evaluations: other formats, CMYK, rare encodings,
+    more pixels than it allows, files cut short, and files with a marker where there should be none.
+
+    So a file is readable or not, whatever the crop: below it, a decoder would not notice damage.
+    """
+    if not data.startswith(b"\xff\xd8\xff"):
         return None
-    metadata, at = {}, 2
+    frame, metadata, scans = None, {}, 0
+    marker, at = 0, 2
     try:
-        while True:
+        while data[at : at + 2] != END:
             marker, length = data[at + 1], int.from_bytes(data[at + 2 : at + 4], "big")
-            if data[at] != 0xFF or length < 2:
+            if data[at] != 0xFF or length < 2 or marker not in (SEGMENTS if frame else SEGMENTS | FRAMES):
                 return None
-            if marker in (0xC0, 0xC1, 0xC2):  # frames with Huffman coding: baseline, extended, progressive
-                bits, height, width, channels = struct.unpack_from(">BHHB", data, at + 4)
-                if bits != 8 or not height or channels not in (1, 3):
-                    return None
-                return Jpeg(data, (height, width), at + 5, marker != 0xC2, orientation_in(metadata))
-            if (0xC0 <= marker <= 0xCF and marker != 0xC4) or marker == 0xDA:
-                return None
-            if marker == 0xE1:
+            if marker in FRAMES:
+                frame = (at + 5, marker == PROGRESSIVE, *struct.unpack_from(">BHHB", data, at + 4))
+            elif marker == 0xE1:
                 name, _, content = data[at + 4 : at + 2 + length].partition(b"\0")
                 if name in METADATA:
                     metadata.setdefault(METADATA[name], content.removeprefix(b"\0"))
             at += 2 + length
-    except (IndexError, struct.error):
+            if marker == SCAN:
+                scans, at = scans + 1, next(MARKER.finditer(data, at)).start()
+    except (IndexError, struct.error, StopIteration):
         return None
+    if frame is None or not scans or at + 2 != len(data):
+        return None
+    height_at, progressive, bits, height, width, channels = frame
+    if bits != 8 or channels not in (1, 3) or not 0 < height * width <= 2 * (Image.MAX_IMAGE_PIXELS or math.inf):
+        return None
+    one_pass = scans == 1 and marker == SCAN and not progressive
+    return Jpeg(data, (height, width), height_at, one_pass, orientation_in(metadata))
 
 
 def orientation_in(metadata: dict[str, bytes]) -> int:
@@ -178,14 +193,25 @@ def decode(jpeg: Jpeg, rows: int, scale: int, mode: str) -> np.ndarray:
     """At least the first `rows` rows, at 1 / `scale` of their size; uint8 [H, W, C]."""
     data, (height, width) = jpeg.data, jpeg.stored
     rows += 2 * scale  # chroma upsampling looks at the next chroma row, which may be two rows high
-    if jpeg.baseline and rows < height:
+    cut = jpeg.one_pass and rows < height
+    if cut:
         # Decoders stop after the number of rows in the header.
         height, data = rows, bytearray(data)
         struct.pack_into(">H", data, jpeg.height_at, height)
-    if simplejpeg is not None:
-        # Not strict, because the missing rows would count as an error.
-        smallest = {"min_height": -(-height // scale), "min_width": -(-width // scale)} if scale > 1 else {}
-        return simplejpeg.decode_jpeg(data, SIMPLEJPEG_MODES[mode], strict=False, **smallest)
+    pixels = with_simplejpeg(data, (-(-height // scale), -(-width // scale)), mode, cut)
+    if pixels is not None:
+        return pixels
     image = Image.open(io.BytesIO(data))
     image.draft(mode, (width // scale, height // scale))
     return np.asarray(image.convert(mode)).reshape(image.height, image.width, -1)
+
+
+def with_simplejpeg(data: bytes | bytearray, size: tuple[int, int], mode: str, cut: bool) -> np.ndarray | None:
+    """None for what it refuses, where Pillow may be less strict. That a cut leaves bytes over is no reason."""
+    if simplejpeg is None:
+        return None
+    (height, width), pixels = size, np.empty((*size, len(mode)), np.uint8)
+    try:
+        return simplejpeg.decode_jpeg(data, SIMPLEJPEG_MODES[mode], min_height=height, min_width=width, buffer=pixels)
+    except ValueError as error:
+        return pixels if cut and "extraneous bytes" in str(error) else None

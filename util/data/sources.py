@@ -3,17 +3,18 @@
 import hashlib
 import os
 from argparse import Namespace
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from PIL import Image
 from torchvision import datasets
-from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
 from util.arguments import DEFAULT_DATA_PATH
+from util.checkpoint import reason_of
 from util.cli import UserError
+from util.data.listing import Listing, Names, list_images, read_regular
 from util.data.shapes import ShapesDataset
 from util.misc import generator
 
@@ -52,39 +53,40 @@ def image_names(source: Source) -> list[str]:
 
 
 class ImageList:
-    """Image files as (path, label), with paths relative to `root`."""
+    """Image files, with paths relative to `root`; without labels, they are all 0."""
 
-    def __init__(self, samples: list[tuple[str, int]], classes: list[str], root: str | Path = ""):
-        self.samples, self.classes, self.root = samples, classes, str(root)
+    def __init__(self, names: Names, labels: np.ndarray | None = None, classes: Sequence[str] = (), root: str = ""):
+        self.names, self.classes, self.root = names, list(classes), root
+        self.labels = np.zeros(len(names), np.int64) if labels is None else labels
 
     def __len__(self) -> int:
-        return len(self.samples)
+        return len(self.names)
 
     def read(self, index: int) -> bytes:
-        with open(os.path.join(self.root, self.name(index)), "rb", buffering=0) as file:
-            return file.read()
+        return read_regular(os.path.join(self.root, self.name(index)))
 
     def label(self, index: int) -> int:
-        return self.samples[index][1]
+        return int(self.labels[index])
 
     def name(self, index: int) -> str:
-        return self.samples[index][0]
+        return self.names[index]
 
     def fingerprint(self) -> str:
-        """A hash of names, file sizes and labels: reading every file would take as long as the evaluation."""
+        """A hash of names, labels, and what the file system knows: reading files takes as long as an evaluation."""
         digest = hashlib.sha256()
-        for name, label in self.samples:
-            size = file_size(os.path.join(self.root, name))
-            digest.update(f"{name}\0{size}\0{label}\n".encode(errors="surrogateescape"))
+        for index in range(len(self)):
+            known = file_status(os.path.join(self.root, self.name(index)))
+            digest.update(f"{self.name(index)}\0{self.label(index)}\0{known}\n".encode(errors="surrogateescape"))
         return digest.hexdigest()
 
 
-def file_size(path: str) -> int:
-    """In bytes; -1 for a broken link, which is reported as unreadable later."""
+def file_status(path: str) -> tuple[int, ...]:
+    """Changes with the content; empty for a broken link, which is reported as unreadable later."""
     try:
-        return os.path.getsize(path)
+        status = os.stat(path)
     except OSError:
-        return -1
+        return ()
+    return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 class TorchvisionSet:
@@ -115,142 +117,117 @@ class Subset:
     """The images of a source at `indices`."""
 
     def __init__(self, source: Source, indices: list[int]):
-        self.source, self.indices, self.classes = source, indices, source.classes
+        self.source, self.classes = source, source.classes
+        self.indices = np.array(indices, np.int64)  # shared with loader processes, unlike a list's numbers
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def read(self, index: int) -> bytes | Image.Image:
-        return self.source.read(self.indices[index])
+        return self.source.read(int(self.indices[index]))
 
     def label(self, index: int) -> int:
-        return self.source.label(self.indices[index])
+        return self.source.label(int(self.indices[index]))
 
     def name(self, index: int) -> str:
-        return self.source.name(self.indices[index])
+        return self.source.name(int(self.indices[index]))
 
     def fingerprint(self) -> str:
-        return hashlib.sha256(f"{self.source.fingerprint()} {self.indices}".encode()).hexdigest()
+        return hashlib.sha256(f"{self.source.fingerprint()} {self.indices.tolist()}".encode()).hexdigest()
 
 
-def build_source(args: Namespace, split: str, classes: list[str] | None = None) -> Source:
+def build_source(
+    args: Namespace, split: str, classes: list[str] | None = None, listing: Listing | None = None
+) -> Source:
     """The images of `--data_set`, at most `--max_images`; split "pretrain" (labels are not used), "train" or "val".
 
-    `classes` restricts a folder to these, in place of `--num_classes` and `--class_list`.
+    `classes` restricts a folder to these, in place of `--num_classes` and `--class_list`. `listing` is the folder's;
+    without it, the folder is listed now, which takes all processes.
     """
-    source = whole_source(args, split, classes)
+    source = whole_source(args, split, classes, listing)
     if args.max_images is None or args.max_images >= len(source):
         return source
     draw = generator("max_images", args.split_seed, "val" if split == "val" else "train")
     return Subset(source, sorted(torch.randperm(len(source), generator=draw)[: args.max_images].tolist()))
 
 
-def whole_source(args: Namespace, split: str, classes: list[str] | None) -> Source:
-    if args.data_set == "folder":
-        return folder_source(args, split, classes)
+def whole_source(args: Namespace, split: str, classes: list[str] | None, listing: Listing | None) -> Source:
+    listing = listing or list_images(args)
+    if listing is not None:
+        return folder_source(args, split, classes, listing)
     if args.data_set == "shapes":
         images = max(args.shapes_images // 5, 1) if split == "val" else args.shapes_images
         return ShapesDataset(args.input_size, images, split)
-    if args.num_classes or args.class_list or args.split:
-        raise UserError(f"--num_classes, --class_list and --split need class folders, not --data_set {args.data_set}")
     return torchvision_source(args, split)
 
 
-def folder_source(args: Namespace, split: str, chosen: list[str] | None) -> ImageList:
+def folder_source(args: Namespace, split: str, chosen: list[str] | None, listing: Listing) -> ImageList:
     """DATA/train/CLASS/* and DATA/val/CLASS/*, DATA/CLASS/*, or a flat folder of images (for training without labels).
 
-    The training images define the classes; a validation image of any other class is a mistake.
+    The training images define the classes, and those of held-out images have to agree.
     """
-    data_path = data_root(args)
-    train_root = split_folder(data_path, "train")
-    root = train_root if split != "val" or args.split else split_folder(data_path, "val")
-    if args.split and (held_out := find_split(data_path, "val")):
-        raise UserError(f"--split divides a single folder of classes, but there is {held_out}")
-    if not (available := class_folders(train_root)):
-        if args.num_classes or args.class_list or args.split:
-            flags = "--num_classes, --class_list and --split"
-            raise UserError(f"{flags} need class folders, but {root} has none with images")
-        files = sorted(str(path) for path in root.iterdir() if path.suffix.lower() in IMG_EXTENSIONS)
-        if not files:
-            raise UserError(f"--data_path: no images in {root}, neither directly nor in class folders below it")
-        return relative_list([(path, 0) for path in files], [], data_path)
+    place = split_place(args, split, listing)
+    training = listing.place("train") or ""
+    if not (available := listing.classes(training)):
+        return flat_source(args, place, listing)
     classes = chosen or choose_classes(available, args)
-    if root != train_root and not (chosen or args.num_classes or args.class_list):
-        unknown = sorted(set(class_folders(root)) - set(classes))
-        if unknown:
-            raise UserError(f"{root} has classes that {train_root} does not have: {', '.join(unknown[:5])}")
-    samples = make_dataset(str(root), {name: i for i, name in enumerate(classes)}, IMG_EXTENSIONS, allow_empty=True)
+    if place != training:
+        choice = bool(chosen or args.num_classes or args.class_list)
+        refuse_other_classes(listing, training, place, classes if choice else None)
+    files = [listing.files_of(os.path.join(place, name)) for name in classes]
     if args.split:
-        samples = split_samples(samples, classes, args, split)
-    if not samples:
-        raise UserError(f"no images of the chosen classes in {root}")
-    return relative_list(samples, classes, data_path)
+        files = [part_of(each, name, args, split) for each, name in zip(files, classes, strict=True)]
+    labels = np.repeat(np.arange(len(classes)), [len(each) for each in files])
+    if not len(labels):
+        raise UserError(f"no images of the chosen classes in {os.path.join(listing.root, place)}")
+    return ImageList(listing.names.take(np.concatenate(files)), labels, classes, listing.root)
 
 
-def relative_list(samples: list[tuple[str, int]], classes: list[str], root: Path) -> ImageList:
-    """With paths that start with `root`: cutting it off is enough, and relpath would take 8 s for ImageNet."""
-    start = 0 if root == Path() else len(os.path.join(root, ""))
-    return ImageList([(path[start:], label) for path, label in samples], classes, root)
-
-
-def data_root(args: Namespace) -> Path:
-    path = Path(args.data_path or DEFAULT_DATA_PATH)
-    if path.is_dir():
-        return path
-    default = path == Path(DEFAULT_DATA_PATH)
-    advice = f"; link your data there (ln -s /data/imagenet {DEFAULT_DATA_PATH}) or pass --data_path" if default else ""
-    raise UserError(f"--data_path {path} is not a folder{advice}")
-
-
-def find_split(data_path: Path, split: str) -> Path | None:
-    """The folder of a split; test images may be in val or in test."""
-    names = ("val", "test") if split == "val" else ("train",)
-    return next((data_path / name for name in names if (data_path / name).is_dir()), None)
-
-
-def split_folder(data_path: Path, split: str) -> Path:
-    if folder := find_split(data_path, split):
-        return folder
-    if split == "val":
+def split_place(args: Namespace, split: str, listing: Listing) -> str:
+    """The folder that holds the images of `split`, below `--data_path`."""
+    held_out = listing.place("val")
+    if args.split and held_out:
+        there = os.path.join(listing.root, held_out)
+        raise UserError(f"--split divides a single folder of classes, but there is {there}")
+    if split != "val" or args.split:
+        return listing.place("train") or ""
+    if held_out is None:
         raise UserError(
-            f"--data_path {data_path} has no folder val or test to evaluate on; --split 0.8 divides a single folder"
+            f"--data_path {listing.root} has no folder val or test with images to evaluate on; "
+            "--split 0.8 divides a single folder"
         )
-    folders = [entry.name for entry in os.scandir(data_path) if entry.is_dir()]
-    held_out = sorted(name for name in folders if name.lower() in ("val", "test"))
-    if held_out:  # as class folders, these would be trained on
-        raise UserError(f"--data_path {data_path} has {held_out[0]} but no train; rename its training folder to train")
-    return data_path
+    return held_out
 
 
-def split_samples(
-    samples: list[tuple[str, int]], classes: list[str], args: Namespace, split: str
-) -> list[tuple[str, int]]:
-    """The `--split` share of each class for training, the rest for testing; depends on split_seed and class only."""
-    by_class: list[list[tuple[str, int]]] = [[] for _ in classes]
-    for sample in samples:
-        by_class[sample[1]].append(sample)
-    chosen = []
-    for name, of_class in zip(classes, by_class, strict=True):
-        train = min(max(round(args.split * len(of_class)), 1), max(len(of_class) - 1, 1))  # both parts get an image
-        order = torch.randperm(len(of_class), generator=generator("split", args.split_seed, name)).tolist()
-        part = order[train:] if split == "val" else order[:train]
-        chosen += [of_class[i] for i in sorted(part)]
-    return chosen
+def flat_source(args: Namespace, place: str, listing: Listing) -> ImageList:
+    folder = os.path.join(listing.root, place)
+    if args.num_classes or args.class_list or args.split:
+        flags = "--num_classes, --class_list and --split"
+        raise UserError(f"{flags} need class folders, but {folder} has none with images")
+    files = listing.files_of(place)
+    if not len(files):
+        raise UserError(f"--data_path: no images in {folder}, neither directly nor in class folders below it")
+    return ImageList(listing.names.take(files), root=listing.root)
 
 
-def available_classes(args: Namespace) -> list[str]:
-    """All class folders of the training images below `--data_path`."""
-    return class_folders(split_folder(data_root(args), "train"))
+def refuse_other_classes(listing: Listing, training: str, held_out: str, chosen: list[str] | None) -> None:
+    """All class folders have to agree, or, of chosen classes, those: others would be left out, or never be right."""
+    theirs = set(listing.classes(held_out))
+    ours = set(chosen or listing.classes(training))
+    differing = {training: ours - theirs, held_out: set() if chosen else theirs - ours}
+    said = [f"only {place} has {', '.join(sorted(names)[:5])}" for place, names in differing.items() if names]
+    if said:
+        raise UserError(
+            f"--data_path {listing.root}: the class folders with images differ: {' and '.join(said)}; "
+            "make them agree, or name those to use in a --class_list"
+        )
 
 
-def class_folders(root: Path) -> list[str]:
-    """Sorted names of the folders in `root` with an image at any depth."""
-
-    def holds_image(folder: str) -> bool:
-        walk = os.walk(folder, followlinks=True)
-        return any(name.lower().endswith(IMG_EXTENSIONS) for _, _, names in walk for name in names)
-
-    return sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and holds_image(entry.path))
+def part_of(files: np.ndarray, name: str, args: Namespace, split: str) -> np.ndarray:
+    """The `--split` share of a class for training, the rest for testing; depends on split_seed and class only."""
+    train = min(max(round(args.split * len(files)), 1), max(len(files) - 1, 1))  # both parts get an image
+    order = torch.randperm(len(files), generator=generator("split", args.split_seed, name)).numpy()
+    return files[np.sort(order[train:] if split == "val" else order[:train])]
 
 
 def choose_classes(classes: list[str], args: Namespace) -> list[str]:
@@ -271,9 +248,9 @@ def choose_classes(classes: list[str], args: Namespace) -> list[str]:
 
 def read_class_list(path: str) -> list[str]:
     try:
-        lines = os.fsdecode(Path(path).read_bytes()).split("\n")  # names of folders, which need not be UTF-8
+        lines = os.fsdecode(read_regular(path)).split("\n")  # names of folders, which need not be UTF-8
     except OSError as error:
-        raise UserError(f"--class_list {path}: {error.strerror}") from None
+        raise UserError(f"--class_list {path}: {reason_of(error)}") from None
     if any("\0" in line for line in lines):
         raise UserError(f"--class_list {path} is not a text file; it needs a class folder's name per line")
     wanted = sorted({line.strip() for line in lines if line.strip()})

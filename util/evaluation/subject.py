@@ -11,10 +11,11 @@ from models_vit import VisionTransformer, infer_model, load_encoder, resolve_che
 from util.arguments import settle_shared_args
 from util.checkpoint import load_checkpoint
 from util.cli import UserError, file_name, logger
-from util.data.sources import available_classes, image_names, labels_of
+from util.data.listing import Listing, list_images
+from util.data.sources import image_names, labels_of
 from util.datasets import ImageDataset, build_eval_dataset
 from util.evaluation.features import FeatureCache, FeatureSet, content_hash, extract_features, file_hash
-from util.misc import amp_dtype, init_distributed_mode, precision
+from util.misc import amp_dtype, init_distributed_mode, on_first_process, precision
 
 SPLITS = {"train": "training", "val": "test"}
 
@@ -28,6 +29,7 @@ class Subject:
     device: torch.device
     checkpoint: Path | None
     checkpoint_sha256: str | None
+    listing: Listing | None
     datasets: dict[str, ImageDataset]
     names: dict[str, list[str]]  # of all images, by split
     cache: FeatureCache
@@ -73,7 +75,9 @@ class Subject:
 
     def fingerprint(self, split: str) -> str:
         source = self.datasets[split].source
-        return content_hash(source) if getattr(self.args, "verify_cache", False) else source.fingerprint()
+        if getattr(self.args, "verify_cache", False):
+            return content_hash(source)
+        return on_first_process(source.fingerprint)
 
     def features(self, split: str) -> FeatureSet:
         """Features of a split's centre crops; extracted once, by all processes together."""
@@ -131,8 +135,9 @@ def subject_of(encoder: VisionTransformer, checkpoint: Path | None, device: torc
     args.model = args.model or infer_model(encoder.state_dict(), str(checkpoint))
     args.input_size = list(encoder.patch_embed.img_size)
     args.in_chans = encoder.patch_embed.proj.in_channels
-    classes = classes_of_training(checkpoint, args)
-    datasets = {split: build_eval_dataset(args, split, classes) for split in SPLITS}
+    listing = list_images(args)
+    classes = classes_of_training(checkpoint, listing, args)
+    datasets = {split: build_eval_dataset(args, split, classes, listing) for split in SPLITS}
     if not all(dataset.source.classes for dataset in datasets.values()):
         raise UserError(f"--data_path {args.data_path} has no class folders, but an evaluation needs labels")
     subject = Subject(
@@ -141,6 +146,7 @@ def subject_of(encoder: VisionTransformer, checkpoint: Path | None, device: torc
         device,
         checkpoint,
         file_hash(checkpoint) if checkpoint else None,
+        listing,
         datasets,
         names={split: image_names(dataset.source) for split, dataset in datasets.items()},
         cache=FeatureCache(feature_folder(args)),
@@ -149,12 +155,13 @@ def subject_of(encoder: VisionTransformer, checkpoint: Path | None, device: torc
     return subject
 
 
-def classes_of_training(checkpoint: Path | None, args: Namespace) -> list[str] | None:
+def classes_of_training(checkpoint: Path | None, listing: Listing | None, args: Namespace) -> list[str] | None:
     """The classes that the checkpoint was trained on, if the data has more and no flag chooses; else None."""
-    if checkpoint is None or args.data_set != "folder" or args.num_classes or args.class_list:
+    if checkpoint is None or listing is None or args.num_classes or args.class_list:
         return None
     trained = (load_checkpoint(checkpoint, check=False, mapped=True).get("args") or {}).get("classes")
-    if not trained or not set(trained) < set(available := available_classes(args)):
+    available = listing.classes(listing.place("train") or "")
+    if not trained or not set(trained) < set(available):
         return None
     if args.num_classes == 0:
         logger.info("all %d classes; %s was trained on %d of them", len(available), checkpoint, len(trained))

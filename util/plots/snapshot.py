@@ -13,10 +13,11 @@ from masking import Ask, Masking, image_keys, masking_of
 from models_mae import MaskedAutoencoderViT
 from models_vit import mae_of
 from util import checkpoint as ckpt
-from util.arguments import DEFAULT_DATA_PATH, add_data_arguments
+from util.arguments import DEFAULT_DATA_PATH, add_data_arguments, refuse_unused_data_flags
 from util.cli import ArgumentParser, UserError, logger
 from util.data.decode import MODES, open_image, to_mode
-from util.data.sources import ImageList, Source, build_source, find_split
+from util.data.listing import Names, list_images
+from util.data.sources import ImageList, Source, build_source
 from util.datasets import build_eval_transform
 from util.misc import generator
 from util.plots.style import short_names, verbatim
@@ -144,7 +145,8 @@ def checkpoints_by_run(args: Namespace) -> dict[str, list[Path]]:
 def open_source(args: Namespace, snapshot: Snapshot) -> Source:
     """`--images`, or a data set, by default the run's: its held-out images if there are any."""
     if args.images:
-        return ImageList([(path, 0) for given in args.images for path in image_files(Path(given))], classes=[])
+        return ImageList(Names.pack(path for given in args.images for path in image_files(Path(given))))
+    refuse_unused_data_flags(args)
     if args.data_set == "folder" and args.data_path == DEFAULT_DATA_PATH:  # nothing named: what the run trained on
         vars(args).update({name: snapshot.settings[name] for name in data_flags() if name in snapshot.settings})
     args.input_size, args.in_chans = list(snapshot.model.img_size), snapshot.model.in_chans
@@ -152,10 +154,9 @@ def open_source(args: Namespace, snapshot: Snapshot) -> Source:
         path = Path(args.data_path or DEFAULT_DATA_PATH)
         if path == Path(DEFAULT_DATA_PATH) and not path.is_dir():
             raise UserError("which images? Give --images FILE ..., --data_path FOLDER or --data_set shapes")
-        unseen = args.split is not None or find_split(path, "val") is not None
-    else:
-        unseen = True
-    return build_source(args, "val" if unseen else "train")
+    listing = list_images(args)
+    seen = listing is not None and args.split is None and listing.place("val") is None
+    return build_source(args, "train" if seen else "val", listing=listing)
 
 
 def data_flags() -> list[str]:

@@ -18,6 +18,7 @@ from util.plots.masks import mask_picture
 if TYPE_CHECKING:
     from masking import Masking
     from models_mae import MaskedAutoencoderViT
+    from util.data.listing import Listing
 
 PICTURED_IMAGES, INSPECTED_IMAGES = 8, 64  # columns of the picture; images behind mask/error_vs_random
 KNN_TRAIN_IMAGES, KNN_VAL_IMAGES = 10_000, 2_000  # at most, because --knn_every is only a quick check
@@ -29,10 +30,10 @@ class Monitor:
     The first process looks at the masks; all share the work of the nearest-neighbour check.
     """
 
-    def __init__(self, args: Namespace, device: torch.device):
+    def __init__(self, args: Namespace, device: torch.device, listing: "Listing | None" = None):
         self.args, self.device = args, device
-        self.watched = watched_images(args).to(device) if args.vis_every and is_main_process() else None
-        self.knn_data = knn_data(args) if args.knn_every else []
+        self.watched = watched_images(args, listing).to(device) if args.vis_every and is_main_process() else None
+        self.knn_data = knn_data(args, listing) if args.knn_every else []
 
     def after_epoch(
         self, epoch: int, model: "MaskedAutoencoderViT", masking: "Masking", log_writer: SummaryWriter | None
@@ -105,15 +106,15 @@ def mean_patch_token(model: "MaskedAutoencoderViT", imgs: torch.Tensor) -> torch
     return latent[:, 1:].float().mean(dim=1)
 
 
-def watched_images(args: Namespace) -> torch.Tensor:
-    dataset = build_eval_dataset(args, "train")
+def watched_images(args: Namespace, listing: "Listing | None") -> torch.Tensor:
+    dataset = build_eval_dataset(args, "train", listing=listing)
     imgs, _, _ = collate([dataset[0, index] for index in spread(len(dataset), INSPECTED_IMAGES)])
     return imgs
 
 
-def knn_data(args: Namespace) -> list[tuple[ImageDataset, list[int]]]:
+def knn_data(args: Namespace, listing: "Listing | None") -> list[tuple[ImageDataset, list[int]]]:
     """Data sets and indices of the training and of the validation images."""
-    train, val = (build_eval_dataset(args, split) for split in ("train", "val"))
+    train, val = (build_eval_dataset(args, split, listing=listing) for split in ("train", "val"))
     if not train.source.classes or not val.source.classes:
         raise UserError("--knn_every needs labelled data: class folders below train and val")
     return [(train, spread(len(train), KNN_TRAIN_IMAGES)), (val, spread(len(val), KNN_VAL_IMAGES))]

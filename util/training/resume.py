@@ -22,7 +22,7 @@ OWN_GROUP_SETTINGS = ("weight_decay", "lr_scale")  # of parameter groups: a resu
 FREE = {
     *("output_dir", "log_dir", "save_every", "save_minutes", "keep", "vis_every", "knn_every"),
     *("resume", "init", "finetune", "start_epoch", "allow_changes", "eval", "dist_eval", "data_name", "classes"),
-    *("data_path", "download", "class_list", "max_bad_images", "num_workers", "pin_mem"),
+    *("data_path", "download", "file_list", "class_list", "max_bad_images", "num_workers", "pin_mem"),
     *(
         "device",
         "amp",
