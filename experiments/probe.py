@@ -274,7 +274,7 @@ def main(args: Namespace) -> None:
     args.model = infer_model(encoder.state_dict(), str(paths[-1]))
     datasets = {"train": images.train, "val": images.test}
     subject = Subject(
-        args, encoder, device, paths[-1], file_hash(paths[-1]), datasets, {"val": names}, FeatureCache(None)
+        args, encoder, device, paths[-1], file_hash(paths[-1]), None, datasets, {"val": names}, FeatureCache(None)
     )
     report = ProbeReport(subject, PROTOCOL)
 
