@@ -11,8 +11,10 @@ iteration is engine_pretrain.py's own, on ready images: no loader is involved.
 import logging
 import resource
 import statistics
+import sys
 from argparse import REMAINDER, Namespace
 from collections.abc import Iterator
+from functools import cached_property
 from multiprocessing import get_context
 from typing import cast
 
@@ -65,6 +67,8 @@ def get_args_parser() -> ArgumentParser:
 class ReadyImages:
     """A loader's interface around one batch, repeated."""
 
+    batches = sys.maxsize
+
     def __init__(self, imgs: torch.Tensor):
         self.imgs = imgs
 
@@ -72,7 +76,7 @@ class ReadyImages:
         pass
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, None, torch.Tensor]]:
-        while True:
+        for _ in range(self.batches):
             yield self.imgs, None, torch.arange(len(self.imgs))
 
 
@@ -93,15 +97,23 @@ class Contender:
         self.masking = main_pretrain.build_masking(self.state, self.args)
         shape = (args.batch_size, self.args.in_chans, size, size)
         imgs = torch.randint(256, shape, dtype=torch.uint8, generator=generator("bench_step"))
-        self.loader = cast("ImageLoader", ReadyImages(imgs))
+        self.loader = ReadyImages(imgs)
+
+    @cached_property
+    def loss_guard(self) -> LossGuard:
+        return LossGuard(self.state.loss_scales())
 
     def iterate(self, iterations: int = PER_TURN) -> None:
         logger.setLevel(logging.WARNING)  # the engine's own report is made, but not shown
-        log = EpochLog(Start(0), iterations, LossGuard(self.state.loss_scales()), None, self.args)
-        train_one_epoch(self.state.model, self.loader, self.masking, self.state, 0, log, self.args)
+        log = EpochLog(Start(0), iterations, self.loss_guard, None, self.args)
+        loader = cast("ImageLoader", self.loader)
+        train_one_epoch(self.state.model, loader, self.masking, self.state, 0, log, self.args)
+        logger.setLevel(logging.INFO)
+
+    def take_turn(self, _round: int) -> None:
+        self.iterate()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        logger.setLevel(logging.INFO)
 
     def gflop(self) -> float:
         """Of an iteration; NaN if compiled, which torch's counter does not see into."""
@@ -115,7 +127,7 @@ class Contender:
 
 def report_time(args: Namespace) -> None:
     contenders = {name: Contender(METHODS[name], args) for name in args.methods}
-    times, _ = alternate({name: lambda _, one=one: one.iterate() for name, one in contenders.items()}, args.rounds)
+    times, _ = alternate({name: one.take_turn for name, one in contenders.items()}, args.rounds)
     gflop = {name: contender.gflop() for name, contender in contenders.items()}
     first, rows = args.methods[0], []
     for name, seconds in times.items():

@@ -73,7 +73,7 @@ def extract_features(
         kept[start : start + len(imgs)] = readable
         with autocast(device, amp):
             encoded = encode(imgs.to(device, non_blocking=True))
-        features.append(encoded.float().cpu()[readable])
+        features.append(encoded.float().cpu()[readable])  # the batch's host-device sync
     # Combine all processes' counts: the first process logs, and the limit holds for the total.
     bad_images.add([name for names in gather_objects(sorted(bad_images.names)) for name in names])
     features = torch.cat(features)
