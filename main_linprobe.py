@@ -152,10 +152,8 @@ def fit(
     optimizer = build_optimizer(heads, args)
     peaks = torch.tensor(rates, device=subject.device)
     start, curve = args.start_epoch, []
-    if state := unfinished.load():
-        start, curve = state["epoch"] + 1, state["curve"]
-        heads.load_state_dict(state["heads"])
-        optimizer.load_state_dict(state["optimizer"])
+    if begun := unfinished.load(heads, optimizer):
+        start, curve = begun[0] + 1, begun[1]
     for epoch in range(start, args.epochs):
         losses = train_one_epoch(heads, batches.epoch(epoch), len(batches), optimizer, peaks, epoch, args)
         if not losses.isfinite().any(dim=1).all():  # of a grid, some rate of each run must be left
@@ -167,8 +165,7 @@ def fit(
             loss = " ".join(f"{value:.4f}" for value in losses.nanmean(dim=0))  # for each learning rate
             accuracy = f"  test Acc@1: {sum(curve[-1]) / len(curve[-1]):.2f}" if curve else ""
             logger.info("epoch %d/%d  loss: %s%s", epoch + 1, args.epochs, loss, accuracy)
-        state = {"heads": heads.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch, "curve": curve}
-        unfinished.save(state)
+        unfinished.save(epoch, curve, heads, optimizer)
     return Fit(seeds, heads, torch.tensor(curve), batches.num_samples)
 
 
