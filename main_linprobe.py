@@ -85,6 +85,7 @@ from util.evaluation.metrics import accuracies, summary
 from util.evaluation.results import PROTOCOLS, Outcome, Report, best_epoch, say_if_few_classes
 from util.evaluation.subject import Subject, open_subject
 from util.evaluation.tables import show_accuracies, show_table
+from util.lock import sole_run
 from util.misc import amp_dtype, generator, get_world_size
 from util.training.resume import Unfinished
 
@@ -269,7 +270,11 @@ def main(args: Namespace) -> None:
     if finished:
         fits, settings = restore_probe(finished, subject, args.resume), finished["settings"]
     else:
-        with no_denormals():
+        # Its state is in files of its own: other evaluations may write to the same folder meanwhile.
+        with (
+            no_denormals(),
+            sole_run("" if args.cache_features else args.output_dir, f".linprobe-{subject.file_name}.lock"),
+        ):
             fits = train_probe(subject, test, groups, files, args)
         settings = {name: getattr(args, name) for name in SETTINGS}
     top5 = torch.cat([predict(fit.heads, test.features)[:, 0] for fit in fits])  # [R, N, 5]

@@ -216,7 +216,7 @@ def content_sum(weights: dict[str, torch.Tensor], metadata: dict[str, str]) -> s
     for name in sorted(weights):
         value = weights[name].detach().cpu().contiguous()
         digest.update(repr((name, value.dtype, tuple(value.shape))).encode())
-        digest.update(value.reshape(-1).view(torch.uint8).numpy())
+        digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

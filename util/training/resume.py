@@ -72,7 +72,9 @@ class TrainingState:
                 f"{source} has no {missing[0]!r}; was it trained with another --masking, or not by this program?"
             )
         if self.lacks_moments(checkpoint):
-            raise UserError(f"{source} has lost its optimizer state; take an earlier checkpoint, or --init for its weights")
+            raise UserError(
+                f"{source} has lost its optimizer state; take an earlier checkpoint, or --init for its weights"
+            )
         for name, part in parts.items():
             if isinstance(part, nn.Module):
                 ckpt.load_weights(part, checkpoint[name], source)
@@ -92,7 +94,10 @@ class TrainingState:
 def load_optimizer(optimizer: Optimizer, state: dict, source: str) -> None:
     """What is kept of each parameter, after comparing it with the parameter: fused AdamW does not look at shapes. The
     settings of groups stay the run's own."""
-    groups, parameters = optimizer.state_dict()["param_groups"], [p for g in optimizer.param_groups for p in g["params"]]
+    groups, parameters = (
+        optimizer.state_dict()["param_groups"],
+        [p for g in optimizer.param_groups for p in g["params"]],
+    )
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in state["param_groups"]]:
         raise UserError(f"{source} has optimizer state of other parameters than this model has; check --model")
     for number, kept in state["state"].items():
@@ -215,7 +220,9 @@ def continue_from(state: TrainingState, checkpoint: dict, source: str, steps_per
         logger.warning("resuming from %s with other settings: %s", source, listing)
     log = checkpoint.get("log")
     if missing := [name for name in ("epoch", "step") if name not in checkpoint and (name == "epoch" or log)]:
-        raise UserError(f"{source} has no {missing[0]!r}: it is not a checkpoint to resume from; --init takes its weights")
+        raise UserError(
+            f"{source} has no {missing[0]!r}: it is not a checkpoint to resume from; --init takes its weights"
+        )
     start = Start(checkpoint["epoch"] + 1)
     refuse_later_checkpoints(start.epoch, args)
     state.load(checkpoint, source)
