@@ -71,33 +71,30 @@ class TrainingState:
             raise UserError(
                 f"{source} has no {missing[0]!r}; was it trained with another --masking, or not by this program?"
             )
-        if self.lacks_moments(checkpoint):
-            raise UserError(
-                f"{source} has lost its optimizer state; take an earlier checkpoint, or --init for its weights"
-            )
         for name, part in parts.items():
             if isinstance(part, nn.Module):
                 ckpt.load_weights(part, checkpoint[name], source)
             elif isinstance(part, Optimizer):
                 network = self.model if part is self.optimizer else self.cmm
+                refuse_lost_moments(checkpoint, name, source)
                 load_optimizer(part, with_decaying_tokens(checkpoint[name], part, network), source)
             else:
                 part.load_state_dict(checkpoint[name])
 
-    def lacks_moments(self, checkpoint: dict) -> bool:
-        """Whether the autoencoder's or classifier's optimizer kept nothing of steps that it made."""
-        began = checkpoint.get("step", 0) > 0 or checkpoint.get("epoch", -1) >= 0
-        skipped = checkpoint["scaler"].get("scale", FIRST_SCALE) < FIRST_SCALE  # under fp16, perhaps all steps so far
-        return began and not skipped and not checkpoint["optimizer"]["state"]
+
+def refuse_lost_moments(checkpoint: dict, name: str, source: str) -> None:
+    """An optimizer that has made steps has kept something of them; under fp16, all may have been left out so far."""
+    began = checkpoint.get("step", 0) > 0 or checkpoint.get("epoch", -1) >= 0
+    scale = checkpoint[name.replace("optimizer", "scaler")].get("scale", FIRST_SCALE)
+    if began and scale >= FIRST_SCALE and not checkpoint[name]["state"]:
+        raise UserError(f"{source} has lost its optimizer state; take an earlier checkpoint, or --init for its weights")
 
 
 def load_optimizer(optimizer: Optimizer, state: dict, source: str) -> None:
     """What is kept of each parameter, after comparing it with the parameter: fused AdamW does not look at shapes. The
     settings of groups stay the run's own."""
-    groups, parameters = (
-        optimizer.state_dict()["param_groups"],
-        [p for g in optimizer.param_groups for p in g["params"]],
-    )
+    groups = optimizer.state_dict()["param_groups"]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in state["param_groups"]]:
         raise UserError(f"{source} has optimizer state of other parameters than this model has; check --model")
     for number, kept in state["state"].items():
@@ -113,12 +110,14 @@ def load_optimizer(optimizer: Optimizer, state: dict, source: str) -> None:
 
 def fits_parameter(value: object, parameter: nn.Parameter, name: str) -> bool:
     """Whether `value` can be a moment of `parameter` or, as older torch has it, a plain number of its steps."""
-    if name == "step":
-        return ckpt.is_number(value) or (isinstance(value, Tensor) and value.ndim == 0 and bool(0 <= value < 2**53))
-    if not isinstance(value, Tensor) or value.shape != parameter.shape or value.layout != parameter.layout:
+    if name == "step" and ckpt.is_number(value):
+        return True
+    shape = () if name == "step" else parameter.shape
+    if not isinstance(value, Tensor) or value.shape != shape or value.layout != parameter.layout:
         return False
-    diverged = name != "mu" and bool(value.isnan().any())  # heads with too high a rate of a grid may diverge
-    return value.is_floating_point() and not diverged and not (name == "exp_avg_sq" and bool((value < 0).any()))
+    if not value.is_floating_point() or (name in ("step", "exp_avg_sq") and bool((value < 0).any())):
+        return False
+    return name == "mu" or not bool(value.isnan().any())  # heads with too high a rate of a grid may diverge
 
 
 def with_decaying_tokens(state: dict, optimizer: Optimizer, network: nn.Module | None) -> dict:
