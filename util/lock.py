@@ -18,7 +18,7 @@ from typing import TextIO
 
 from util.checkpoint import is_alive, write_text
 from util.cli import UserError
-from util.misc import gather_objects, is_main_process
+from util.misc import on_first_process
 
 PATIENCE = 10  # seconds: processes whose torchrun was killed save first, and their successors may be here already
 HEARTBEAT = 30  # seconds
@@ -30,14 +30,8 @@ SETTLE = 2  # seconds after which a file that several have taken over belongs to
 def sole_run(output_dir: str, name: str = ".run.lock") -> Iterator[None]:
     """While entered, no other run enters with this folder. The first process takes the lock for all of its run."""
     with ExitStack() as stack:
-        problem = None
-        if output_dir and is_main_process():
-            try:
-                stack.enter_context(locked(Path(output_dir), name, PATIENCE))
-            except UserError as error:
-                problem = str(error)
-        if problem := gather_objects(problem)[0]:
-            raise UserError(problem)
+        if output_dir:
+            on_first_process(lambda: stack.enter_context(locked(Path(output_dir), name, PATIENCE)))
         yield
 
 

@@ -135,17 +135,18 @@ def test_of_two_who_take_over_a_stale_file_one_has_it(tmp_path, monkeypatch):
         enter(tmp_path)
 
 
-def test_all_processes_of_a_run_end_if_the_first_is_too_late(tmp_path, monkeypatch):
+def test_the_first_process_takes_the_lock_for_its_run(tmp_path, monkeypatch):
+    """If it is too late, all of them end: `on_first_process` sees to that."""
     monkeypatch.setattr(lock, "PATIENCE", 0)
     with sole_run(str(tmp_path)):
-        with pytest.raises(UserError) as first, sole_run(str(tmp_path)):
-            pass
-        monkeypatch.setattr(lock, "is_main_process", lambda: False)
-        with sole_run(str(tmp_path)):  # the others take none
-            pass
-        monkeypatch.setattr(lock, "gather_objects", lambda value: [str(first.value), value])
         with pytest.raises(UserError, match="in use by process"), sole_run(str(tmp_path)):
             pass
+        monkeypatch.setattr(lock, "on_first_process", lambda work: None)  # as for the others
+        with sole_run(str(tmp_path)):
+            pass
+    monkeypatch.undo()
+    with sole_run(str(tmp_path)), sole_run(""), sole_run(""):
+        pass
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
