@@ -313,7 +313,7 @@ def read_arrays(path: Path, kinds: dict[str, str], advice: str) -> dict[str, np.
     """Arrays of an .npz by name, each with the letters of the numpy kinds that it may have, such as "iu"."""
     try:
         with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in kinds}
+            arrays = {name: np.asarray(file[name]) for name in kinds}  # numpy gives what is no array as bytes
     except Exception as error:  # zip, zlib and numpy each have several errors of their own for a damaged file
         reason = error.strerror if isinstance(error, OSError) and error.strerror else "damaged or incomplete"
         raise UserError(f"{path}: {reason}; {advice}") from None
