@@ -20,8 +20,9 @@ def as_line(record: dict) -> str:
     return json.dumps({**record, SUM: sum_of(record)}) + "\n"
 
 
-def sum_of(record: dict) -> str:
-    return f"{zlib.crc32(json.dumps(record).encode()):08x}"
+def sum_of(record: dict) -> list[str]:
+    """In brackets of its own: a gap from any other value to the middle of it then does not leave a JSON object."""
+    return [f"{zlib.crc32(json.dumps(record).encode()):08x}"]
 
 
 def append_record(path: Path, record: dict) -> None:
