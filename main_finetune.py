@@ -138,6 +138,7 @@ from util.evaluation.metrics import summary, top_classes
 from util.evaluation.results import Outcome, Report, best_epoch, say_if_few_classes
 from util.evaluation.subject import Subject, open_subject, subject_of
 from util.evaluation.tables import show_accuracies
+from util.lock import sole_run
 from util.lr_decay import param_groups_lrd
 from util.misc import (
     NativeScalerWithGradNormCount,
@@ -221,9 +222,15 @@ def main(args: Namespace) -> None:
         test_again(args)
         return
     subject = open_subject(args, drop_path=args.drop_path)
-    device, test_images = subject.device, subject.datasets["val"]
     check_data(subject, args)
     settle(subject, args)
+    with sole_run(args.output_dir):
+        train(subject, args)
+
+
+def train(subject: Subject, args: Namespace) -> None:
+    """From the checkpoint to resume from, if any, to the result."""
+    device, test_images = subject.device, subject.datasets["val"]
     data_loader = build_finetune_loader(subject.datasets["train"].source, args)
     steps_per_epoch = count_steps(data_loader, args)
     state = build_classifier(subject, args)

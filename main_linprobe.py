@@ -85,6 +85,7 @@ from util.evaluation.metrics import accuracies, summary
 from util.evaluation.results import PROTOCOLS, Outcome, Report, best_epoch, say_if_few_classes
 from util.evaluation.subject import Subject, open_subject
 from util.evaluation.tables import show_accuracies, show_table
+from util.lock import sole_run
 from util.misc import amp_dtype, generator, get_world_size
 from util.training.resume import Unfinished
 
@@ -152,10 +153,8 @@ def fit(
     optimizer = build_optimizer(heads, args)
     peaks = torch.tensor(rates, device=subject.device)
     start, curve = args.start_epoch, []
-    if state := unfinished.load():
-        start, curve = state["epoch"] + 1, state["curve"]
-        heads.load_state_dict(state["heads"])
-        optimizer.load_state_dict(state["optimizer"])
+    if begun := unfinished.load(heads, optimizer):
+        start, curve = begun[0] + 1, begun[1]
     for epoch in range(start, args.epochs):
         losses = train_one_epoch(heads, batches.epoch(epoch), len(batches), optimizer, peaks, epoch, args)
         if not losses.isfinite().any(dim=1).all():  # of a grid, some rate of each run must be left
@@ -167,8 +166,7 @@ def fit(
             loss = " ".join(f"{value:.4f}" for value in losses.nanmean(dim=0))  # for each learning rate
             accuracy = f"  test Acc@1: {sum(curve[-1]) / len(curve[-1]):.2f}" if curve else ""
             logger.info("epoch %d/%d  loss: %s%s", epoch + 1, args.epochs, loss, accuracy)
-        state = {"heads": heads.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch, "curve": curve}
-        unfinished.save(state)
+        unfinished.save(epoch, curve, heads, optimizer)
     return Fit(seeds, heads, torch.tensor(curve), batches.num_samples)
 
 
@@ -272,7 +270,11 @@ def main(args: Namespace) -> None:
     if finished:
         fits, settings = restore_probe(finished, subject, args.resume), finished["settings"]
     else:
-        with no_denormals():
+        # Its state is in files of its own: other evaluations may write to the same folder meanwhile.
+        with (
+            no_denormals(),
+            sole_run("" if args.cache_features else args.output_dir, f".linprobe-{subject.file_name}.lock"),
+        ):
             fits = train_probe(subject, test, groups, files, args)
         settings = {name: getattr(args, name) for name in SETTINGS}
     top5 = torch.cat([predict(fit.heads, test.features)[:, 0] for fit in fits])  # [R, N, 5]

@@ -196,8 +196,9 @@ from torch import nn
 from engine_pretrain import train_one_epoch
 from masking import LearnedMasking, Masking, MaskSettings, find_strategy
 from models_mae import MODELS, Autoencoder, build_mae, grid_size
-from util.data.listing import list_images, save_beside
+from util.data.listing import Listing, list_images, save_beside
 from util.datasets import ImageLoader, build_pretrain_loader, count_steps
+from util.lock import sole_run
 from util.misc import (
     NativeScalerWithGradNormCount,
     amp_dtype,
@@ -329,9 +330,23 @@ def main(args: Namespace) -> None:
     listing = list_images(args)
     data_loader = build_pretrain_loader(args, listing)
     settle(data_loader, device, args)
-    steps_per_epoch = count_steps(data_loader, args)
+    count_steps(data_loader, args)  # refuses a batch that is too large
     monitor = Monitor(args, device, listing)
     state = build_networks(args, device)
+    with sole_run(args.output_dir):
+        train(state, data_loader, listing, monitor, device, args)
+
+
+def train(
+    state: TrainingState,
+    data_loader: ImageLoader,
+    listing: Listing | None,
+    monitor: Monitor,
+    device: torch.device,
+    args: Namespace,
+) -> None:
+    """From the checkpoint to resume from, if any, to the last."""
+    steps_per_epoch = count_steps(data_loader, args)
     start = start_pretraining(state, steps_per_epoch, args)
     log_writer = prepare_output(args, start, steps_per_epoch, args.classes)
     save_beside(listing, args)

@@ -45,7 +45,7 @@ from models_cmm import (
 )
 from models_mae import Autoencoder, build_mae, grid_size
 from models_vit import mae_of
-from util.checkpoint import load_checkpoint, load_weights, settings_of
+from util.checkpoint import FLAGS, check_form, load_checkpoint, load_weights, settings_of
 from util.cli import UserError
 from util.misc import derive_seed, gather_batch, get_world_size, share_of_rank, without_ddp
 
@@ -499,8 +499,12 @@ def load_module(path: str | Path) -> nn.Module:
         if "masking" not in told:
             raise UserError(f"{path} has no masking module; name the training's .pth, or an export of --format masking")
         settings = {name: from_text(text) for name, text in told.items()}
-        with torch.device("meta"):  # the module takes after its sizes alone
-            model = build_mae(told["model"], img_size=tuple(settings["input_size"]), in_chans=settings["in_chans"])
+        check_form(settings, FLAGS, str(path))
+        try:
+            with torch.device("meta"):  # the module takes after its sizes alone
+                model = build_mae(told["model"], img_size=tuple(settings["input_size"]), in_chans=settings["in_chans"])
+        except (LookupError, ValueError, TypeError, RuntimeError) as error:
+            raise UserError(f"{path}: its header describes no autoencoder ({error})") from None
         checkpoint = {"cmm": checkpoint["model"], "args": settings}
     module = masking_of(checkpoint, model, str(path)).module
     if module is None:

@@ -3,7 +3,6 @@
 Either way, what is done is skipped, and the same command resumes what was interrupted.
 """
 
-import fcntl
 import os
 import signal
 import subprocess
@@ -12,7 +11,7 @@ import threading
 import time
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -20,6 +19,7 @@ import torch
 from experiments.plan import Run, Step, data_folder
 from util.checkpoint import write_text
 from util.cli import Interrupted, UserError, logger
+from util.lock import locked
 from util.training.launcher import ClusterJob, build_executor, submit
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -88,9 +88,7 @@ class LocalQueue:
         """The steps of a run, one after the other; returns what went wrong."""
         slot = self.slots.pop()
         try:
-            with locked(run.folder) as lock:
-                if lock is None:
-                    return "another process is at work in its folder"
+            with locked(run.folder, ".lock") as lock:
                 for step in run.steps:
                     if self.stopping.is_set():
                         return None
@@ -102,13 +100,14 @@ class LocalQueue:
         finally:
             self.slots.append(slot)
 
-    def call(self, run: Run, step: Step, slot: Slot, lock: int) -> str | None:
+    def call(self, run: Run, step: Step, slot: Slot, lock: list[int]) -> str | None:
+        """The program inherits the lock: even if the queue is killed, nothing else starts in its folder meanwhile."""
         log, begun, (environment, processes) = run.folder / f"{step.program}.log", time.monotonic(), slot
         logger.info("%s: %s", run.title, step.title)
         with open(log, "a") as file:
             # A session of its own: Ctrl-C reaches the queue alone, which then asks the programs to save.
             words, env = [sys.executable, *command(step, processes)], {**os.environ, **environment}
-            child = subprocess.Popen(words, stdout=file, stderr=file, env=env, start_new_session=True, pass_fds=[lock])
+            child = subprocess.Popen(words, stdout=file, stderr=file, env=env, start_new_session=True, pass_fds=lock)
         self.children.add(child)
         if self.stopping.is_set():  # since before it was among the children
             self.tell(signal.SIGTERM)
@@ -132,24 +131,6 @@ class LocalQueue:
         for child in list(self.children):
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, number)
-
-
-@contextmanager
-def locked(folder: Path):
-    """A lock on a run's folder, or None if another queue has it. The programs inherit it: even if a queue is killed,
-    nothing else starts in a folder while its program lives."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / ".lock", "a")  # noqa: SIM115
-    except OSError as error:
-        raise UserError(f"{folder} cannot be written: {error.strerror}; give another --output_dir") from None
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            yield None
-        else:
-            yield file.fileno()
 
 
 # --- On a cluster: nothing here waits ---

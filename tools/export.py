@@ -239,7 +239,7 @@ def write_safetensors(output: Path, model: Model, metadata: dict[str, str]) -> l
 
 def write_hf(output: Path, model: Model, metadata: dict[str, str]) -> list[str]:
     config = json.dumps(hf_config(model, ckpt.args_in(metadata).get("mask_ratio", 0.75)), indent=2) + "\n"
-    partial = output.with_name(output.name + ".partial")
+    partial = ckpt.partial_of(output)
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()

@@ -8,17 +8,22 @@ A training checkpoint is a dict of tensors and plain types:
     log         what that epoch has logged so far; None between epochs
     moment      where the curriculum stood: mask_ratio and, if masks follow it, lambda_cl
     args        the run's flags and what was derived from them
+FORM says what each entry must be. Files of weights alone, and upstream's, lack some.
 """
 
 import argparse
 import copy
 import errno
+import hashlib
 import json
+import math
 import os
-import pickle
 import re
+import reprlib
 import shutil
-import struct
+import socket
+import time
+import warnings
 import zipfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -30,10 +35,119 @@ import torch
 
 from util.cli import UserError, logger
 
-# What torch's reader raises over files that are not what they should be.
-DAMAGE = (RuntimeError, EOFError, ValueError, TypeError, LookupError, AttributeError, AssertionError, struct.error)
 SAFETENSORS = ".safetensors"
+SUM = "sha256"  # in the header of a safetensors file: of all its content
+HOST = re.sub(r"[^\w.]", "_", socket.gethostname())[:24]  # as part of a file's name
+STALE = 3600  # seconds after which nobody is writing a partial file any more
 LAST = "checkpoint-last.pth"  # the newest state of a run, mostly from the middle of an epoch
+
+
+# --- The form of a checkpoint ---
+
+
+def is_count(value: Any, least: int = 1) -> bool:
+    return type(value) is int and least <= value < 2**53
+
+
+def is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether values compare by ==, as flags do."""
+    if isinstance(value, dict):
+        return all(map(is_plain, [*value, *value.values()]))
+    return all(map(is_plain, value)) if isinstance(value, list | tuple) else isinstance(value, PLAIN)
+
+
+def is_named(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(is_text, value))
+
+
+def is_optimizer_state(value: Any) -> bool:
+    """Parameters are known by their number. What is kept of each is compared with its shape on loading."""
+    numbers = [number for group in value["param_groups"] for number in group["params"]]
+    kept = value["state"]
+    return numbers == list(range(len(numbers))) and kept.keys() <= set(numbers) and all(map(is_named, kept.values()))
+
+
+def is_scaler_state(value: Any) -> bool:
+    factors = ("scale", "growth_factor", "backoff_factor", "growth_interval")
+    return value == {} or (all(is_number(value[name]) for name in factors) and is_count(value["_growth_tracker"], 0))
+
+
+def is_log(value: Any) -> bool:
+    """As EpochLog.state_dict: sums and counts by name."""
+    if not value:
+        return value is None or value == {}
+    sums = [*value["interval"].items(), *value["averages"].items()]
+    return is_count(value["iterations"]) and all(
+        is_text(name) and is_number(total) and is_count(count) for name, (total, count) in sums
+    )
+
+
+def is_image_size(value: Any) -> bool:
+    return value is None or is_count(value) or (len(value) == 2 and all(map(is_count, value)))
+
+
+def or_none(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or check(value)
+
+
+PLAIN = (str, int, float, type(None))
+FORM: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("model", "cmm"), is_named),
+    **dict.fromkeys(("optimizer", "optimizer_cmm"), is_optimizer_state),
+    **dict.fromkeys(("scaler", "scaler_cmm"), is_scaler_state),
+    "epoch": lambda value: is_count(value, -1),
+    "step": lambda value: is_count(value, 0),
+    "log": is_log,
+    "moment": lambda value: is_named(value) and all(map(is_number, value.values())),
+    "args": or_none(lambda value: is_named(value) and is_plain(value)),
+    "metadata": lambda value: is_named(value) and all(map(is_text, value.values())),
+}
+FLAGS: dict[str, Callable[[Any], bool]] = {  # those among `args` that are read
+    "input_size": is_image_size,
+    "classes": or_none(lambda value: all(map(is_text, value))),
+    **dict.fromkeys(("masking", "select", "soft", "kl", "diversity", "data_set"), is_text),
+    **dict.fromkeys(("mask_noise", "data_path", "data_identity", "pretrained_sha256", "commit"), or_none(is_text)),
+    **dict.fromkeys(("epochs", "batch_size", "world_size", "accum_iter", "cmm_every"), is_count),
+    **dict.fromkeys(("cmm_depth", "cmm_dim"), or_none(is_count)),
+    **dict.fromkeys(("mask_ratio", "lambda_cl_start", "lambda_cl_end", "cmm_strength", "cmm_fraction"), is_number),
+    **dict.fromkeys(("lambda_gauss", "lambda_kl", "lambda_div", "lambda_pos"), is_number),
+    "mask_ratio_start": or_none(is_number),
+    **dict.fromkeys(("no_curriculum", "norm_pix_loss"), lambda value: isinstance(value, bool)),
+    "seed": is_number,
+}
+
+
+def check_form(entries: dict, form: dict[str, Callable[[Any], bool]], source: str) -> None:
+    """Refuse entries that are not what they must be, by name."""
+    for name, check in form.items():
+        try:
+            fits = name not in entries or check(entries[name])
+        except Exception:  # a check may take its value for what it should be
+            fits = False
+        if not fits:
+            raise UserError(f"{source} is damaged, or of another program: `{name}` is {reprlib.repr(entries[name])}")
+
+
+def check_checkpoint(checkpoint: dict, source: str) -> None:
+    if not is_named(checkpoint):
+        raise UserError(f"{source} is not a checkpoint: its entries have no names")
+    check_form(checkpoint, FORM, source)
+    settings = settings_of(checkpoint)
+    check_form(settings, FLAGS, source)
+    epoch, epochs = checkpoint.get("epoch", -1), settings.get("epochs", math.inf)
+    if epoch >= epochs:
+        raise UserError(f"{source} is damaged, or of another program: `epoch` is {epoch} of {epochs}")
+
+
+# --- What it says ---
 
 
 def training_checkpoint(
@@ -71,12 +185,19 @@ def lambda_cl_of(checkpoint: dict) -> float | None:
     if "cmm" not in checkpoint:
         return None
     # Older checkpoints do not store it; their schedule was linear from 1.
-    settings, step, log = settings_of(checkpoint), checkpoint["step"], checkpoint.get("log")
+    settings = settings_of(checkpoint)
     if settings.get("no_curriculum"):
         return 0.0
-    # Within an epoch its log tells its length; between epochs the steps so far do.
-    per_epoch = log["iterations"] // settings["accum_iter"] if log else step // (checkpoint["epoch"] + 1)
-    return 1 - (1 - settings["lambda_cl_end"]) * step / (settings["epochs"] * per_epoch)
+    try:
+        step, log = checkpoint["step"], checkpoint.get("log")
+        # Within an epoch its log tells its length; between epochs the steps so far do.
+        per_epoch = log["iterations"] // settings["accum_iter"] if log else step // (checkpoint["epoch"] + 1)
+        return 1 - (1 - settings["lambda_cl_end"]) * step / (settings["epochs"] * per_epoch)
+    except (KeyError, ZeroDivisionError):
+        return None  # it does not tell
+
+
+# --- Writing ---
 
 
 def save_checkpoint(path: Path, state: dict) -> None:
@@ -85,14 +206,26 @@ def save_checkpoint(path: Path, state: dict) -> None:
 
 def save_safetensors(path: Path, weights: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
     """All or nothing, as `save_checkpoint`. The library's own writer reports a full disk in an error of its own."""
-    write_whole(path, lambda file: file.write(safetensors.torch.save(weights, metadata)))
+    header = {**metadata, SUM: content_sum(weights, metadata)}
+    write_whole(path, lambda file: file.write(safetensors.torch.save(weights, header)))
+
+
+def content_sum(weights: dict[str, torch.Tensor], metadata: dict[str, str]) -> str:
+    """Of all that a safetensors file holds, for the format itself has no checksum."""
+    digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
+    for name in sorted(weights):
+        value = weights[name].detach().cpu().contiguous()
+        digest.update(repr((name, value.dtype, tuple(value.shape))).encode())
+        digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 @contextmanager
 def replaced(path: Path) -> Iterator[BinaryIO]:
     """A file to write, so that `path` holds its old content or all of the new one, whatever happens meanwhile."""
-    partial = path.with_name(path.name + ".partial")
-    partial.unlink(missing_ok=True)  # what a kill left may be a second name of a finished checkpoint
+    drop_stale_partials(path.parent)
+    partial = partial_of(path)
+    partial.unlink(missing_ok=True)  # what an earlier process of this number left may be a name of a whole checkpoint
     try:
         with open(partial, "wb") as file:
             yield file
@@ -103,6 +236,31 @@ def replaced(path: Path) -> Iterator[BinaryIO]:
         with suppress(OSError):
             partial.unlink()
         raise
+
+
+def partial_of(path: Path) -> Path:
+    """The name of a file while this process writes it."""
+    return path.with_name(f"{path.name}.{HOST}-{os.getpid()}.partial")
+
+
+def drop_stale_partials(folder: Path) -> None:
+    """Remove what killed processes were writing: those of this machine that are gone, and all that nobody touches."""
+    for partial in folder.glob("*.partial"):
+        with suppress(OSError):
+            ours = re.fullmatch(rf".*\.{re.escape(HOST)}-(\d+)\.partial", partial.name)
+            if (ours and not is_alive(int(ours[1]))) or time.time() - partial.stat().st_mtime > STALE:
+                partial.unlink()
+
+
+def is_alive(pid: int) -> bool:
+    """Whether there is such a process on this machine."""
+    try:
+        os.kill(pid, 0)
+    except OverflowError:
+        return False
+    except OSError as error:
+        return error.errno == errno.EPERM  # another user's
+    return True
 
 
 def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
@@ -126,7 +284,7 @@ def reason_of(error: BaseException) -> str:
 
 def link_checkpoint(existing: Path, path: Path) -> None:
     """Give a checkpoint a second name: at once where the file system has hard links, else by a copy."""
-    partial = path.with_name(path.name + ".partial")
+    partial = partial_of(path)
     partial.unlink(missing_ok=True)
     with suppress(OSError):
         os.link(existing, partial)
@@ -155,6 +313,9 @@ def put_in_place(partial: Path, path: Path) -> None:
             os.close(folder)
 
 
+# --- Reading ---
+
+
 def load_checkpoint(path: str | Path, *, check: bool = True, mapped: bool = False) -> dict:
     """Read a checkpoint of this project or of upstream MAE onto the CPU; `args` comes back as a dict.
 
@@ -166,30 +327,46 @@ def load_checkpoint(path: str | Path, *, check: bool = True, mapped: bool = Fals
     `mapped` tensors stay on the disk until they are used, and the processes of a machine share them. Copy those that
     outlive the loading: the file may be deleted.
     """
+    source = f"the checkpoint {path}"
     try:
-        if Path(path).suffix == SAFETENSORS:
-            return read_safetensors(path)
-        if check:
-            check_sums(path)
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            mmap = mapped and zipfile.is_zipfile(path)  # torch's older format cannot be mapped
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-    except OSError as error:
-        if error.errno in (errno.ENOENT, errno.EISDIR, errno.EACCES):
-            raise UserError(f"cannot read the checkpoint {path}: {os.strerror(error.errno)}") from None
-        raise UserError(f"the checkpoint {path} is damaged: {error}") from None
-    except pickle.UnpicklingError as error:
-        detail = str(error).splitlines()[0]
-        raise UserError(f"the checkpoint {path} is damaged, or holds objects that could run code: {detail}") from None
-    except safetensors.SafetensorError as error:
-        raise UserError(f"the checkpoint {path} is damaged or is not a safetensors file: {error}") from None
-    except DAMAGE as error:
-        raise UserError(f"the checkpoint {path} is damaged or is not a torch file: {error}") from None
+        if not (os.path.isfile(path) or os.path.isdir(path)) and os.path.exists(path):
+            raise Damaged("it is not a regular file")  # a pipe would be waited for
+        checkpoint = read_safetensors(path) if Path(path).suffix == SAFETENSORS else read_pth(path, check, mapped)
+    except Exception as error:  # zipfile, zlib, pickle, torch and safetensors have many for a damaged file
+        if isinstance(error, MemoryError) or "allocate memory" in str(error):
+            raise
+        raise UserError(fault_of(error, source)) from None
     if not isinstance(checkpoint, dict):
-        raise UserError(f"the checkpoint {path} holds a {type(checkpoint).__name__}, not a dict")
+        raise UserError(f"{source} holds a {type(checkpoint).__name__}, not a dict")
     if isinstance(checkpoint.get("args"), argparse.Namespace):
         checkpoint["args"] = vars(checkpoint["args"])
+    check_checkpoint(checkpoint, source)
     return checkpoint
+
+
+def fault_of(error: Exception, source: str) -> str:
+    """What is wrong with a file that cannot be read. Of torch's text only a fact is passed on, not its advice to load
+    the file all the same."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOENT, errno.EISDIR, errno.EACCES):
+        return f"cannot read {source}: {os.strerror(error.errno)}"
+    if foreign := re.search(r"GLOBAL (\S+)", str(error)):
+        return f"{source} is damaged, or holds objects that could run code: {foreign[1]}"
+    told = isinstance(error, OSError | Damaged)
+    return f"{source} is damaged or is not a checkpoint{f': {error}' if told else ''}"
+
+
+class Damaged(Exception):
+    """What a checksum says of a file."""
+
+
+def read_pth(path: str | Path, check: bool, mapped: bool) -> Any:
+    with open(path, "rb") as file:
+        zipped = file.read(4) == b"PK\3\4"  # as torch decides; its older format has no checksums and cannot be mapped
+    if check and zipped:
+        check_sums(path)
+    with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of a file that is then refused
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and zipped)
 
 
 def read_safetensors(path: str | Path) -> dict:
@@ -197,6 +374,9 @@ def read_safetensors(path: str | Path) -> dict:
     with safetensors.safe_open(path, framework="pt") as file:
         metadata, names = file.metadata() or {}, file.keys()
         weights = {name: file.get_tensor(name) for name in names}
+    expected = metadata.pop(SUM, None)  # other programs' files have none
+    if expected not in (None, content_sum(weights, metadata)):
+        raise Damaged("its checksum is wrong")
     return {"model": weights, "args": args_in(metadata), "metadata": metadata}
 
 
@@ -208,10 +388,9 @@ def args_in(metadata: dict[str, str]) -> dict:
 
 def check_sums(path: str | Path) -> None:
     """Refuse a file whose content is not what was written: torch itself does not look at the sums that it writes."""
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as file:
-            if damaged := file.testzip():
-                raise ValueError(f"the checksum of {damaged} is wrong")
+    with zipfile.ZipFile(path) as file:
+        if damaged := file.testzip():
+            raise Damaged(f"the checksum of {damaged} is wrong")
 
 
 def load_weights(model: torch.nn.Module, state_dict: dict, source: str) -> None:

@@ -1,8 +1,10 @@
-"""Files of JSON objects, one per line, such as results.jsonl and log.txt."""
+"""Files of JSON objects, one per line, such as results.jsonl and log.txt. Each ends in a checksum of its values; lines
+without one, such as earlier versions wrote, are taken as they are."""
 
 import fcntl
 import json
 import os
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +13,16 @@ from typing import TypeVar
 from util.cli import logger
 
 Parsed = TypeVar("Parsed")
+SUM = "crc32"
+
+
+def as_line(record: dict) -> str:
+    return json.dumps({**record, SUM: sum_of(record)}) + "\n"
+
+
+def sum_of(record: dict) -> list[str]:
+    """In brackets of its own: a gap from any other value to the middle of it then does not leave a JSON object."""
+    return [f"{zlib.crc32(json.dumps(record).encode()):08x}"]
 
 
 def append_record(path: Path, record: dict) -> None:
@@ -21,7 +33,7 @@ def append_record(path: Path, record: dict) -> None:
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)
         whole = file.read(1) in (b"", b"\n")
-        file.write((b"" if whole else b"\n") + json.dumps(record).encode() + b"\n")
+        file.write((b"" if whole else b"\n") + as_line(record).encode())
         file.flush()
         os.fsync(file.fileno())
 
@@ -42,6 +54,9 @@ def read_records(path: Path, parse: Callable[[dict], Parsed]) -> list[Parsed]:
 
 def parsed_or_none(line: bytes, parse: Callable[[dict], Parsed]) -> Parsed | None:
     try:
-        return parse(json.loads(line))
+        record = json.loads(line)
+        if SUM in record and record.pop(SUM) != sum_of(record):
+            return None
+        return parse(record)
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
         return None

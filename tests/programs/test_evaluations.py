@@ -362,7 +362,7 @@ BAD = {
     "not a head": ("linprobe", ("--eval", "--resume", "{checkpoint}"), "is not the .pth of a finished linear probe"),
     "negative rate": ("linprobe", ("--lr", "-1"), "argument --lr: -1 must be above 0"),
     "nothing to train": ("linprobe", ("--start_epoch", "3"), "--start_epoch 3 leaves none of the 3 --epochs"),
-    "log is a file": ("knn", ("--log_dir", "{tmp}/bad.pth"), "bad.pth: File exists"),
+    "log is a file": ("knn", ("--log_dir", "{tmp}/bad.pth"), "--log_dir {tmp}/bad.pth cannot be written: File exists"),
     "cache is a file": ("knn", ("--cache_dir", "{tmp}/bad.pth"), "--cache_dir {tmp}/bad.pth: File exists"),
     "cache below a file": ("knn", ("--cache_dir", "{tmp}/bad.pth/x"), "bad.pth/x: Not a directory"),
     "output too long": ("knn", ("--output_dir", "x" * 300), "File name too long"),

@@ -275,14 +275,14 @@ def wait_until(condition, process, said, timeout=120):
 
 def test_a_folder_is_locked_as_long_as_its_program_lives(tmp_path):
     """Even if the queue that started the program is gone."""
-    with machines.locked(tmp_path) as lock:
-        child = subprocess.Popen(["sleep", "100"], pass_fds=[lock])
-    with machines.locked(tmp_path) as again:
-        assert again is None
+    with machines.locked(tmp_path, ".lock") as lock:
+        child = subprocess.Popen(["sleep", "100"], pass_fds=lock)
+    with pytest.raises(UserError, match="in use by process"), machines.locked(tmp_path, ".lock"):
+        pass
     child.kill()
     child.wait()
-    with machines.locked(tmp_path) as again:
-        assert again is not None
+    with machines.locked(tmp_path, ".lock"):
+        pass
 
 
 def test_cores_are_shared_out_unless_told_otherwise(monkeypatch):

@@ -95,7 +95,8 @@ def test_lambda_within_an_epoch_and_without_a_curriculum(runs, tmp_path):
     checkpoint = torch.load(runs / "curriculum" / "checkpoint-1.pth", weights_only=True)
     # Three updates an epoch: after two of the third epoch's, 8 of 9 are done.
     del checkpoint["moment"]  # which older checkpoints do not hold
-    torch.save({**checkpoint, "step": 8, "log": {"iterations": 3}}, tmp_path / "within.pth")
+    log = {"iterations": 3, "interval": {}, "averages": {"loss": (2.0, 2)}}
+    torch.save({**checkpoint, "step": 8, "log": log}, tmp_path / "within.pth")
     assert load_snapshot(tmp_path / "within.pth", "").lambda_cl == pytest.approx(1 - 1.5 * 8 / 9)
     torch.save({**checkpoint, "args": {**checkpoint["args"], "no_curriculum": True}}, tmp_path / "none.pth")
     assert load_snapshot(tmp_path / "none.pth", "").lambda_cl == 0
@@ -284,7 +285,8 @@ def test_odd_lines_of_a_log_are_skipped(tmp_path, clmae_log):
     assert f"{tmp_path / 'log.txt'}: skipped damaged lines: 2, 3, 4, 5" in clmae_log.text
     curve_figure({"x": log}).savefig(tmp_path / "curves.png")
     drop_log_lines(tmp_path / "log.txt", 1)
-    assert (tmp_path / "log.txt").read_text() == good[0] + "\n"
+    (line,) = (tmp_path / "log.txt").read_text().splitlines()
+    assert line.startswith(good[0][:-1])
 
 
 def test_one_checkpoint_does_not_move(draw, runs):

@@ -1,9 +1,13 @@
 import argparse
+import itertools
+import math
 import os
 import pickle
+import subprocess
 
 import pytest
 import torch
+from small_runs import assert_identical
 
 from util.checkpoint import (
     lambda_cl_of,
@@ -12,6 +16,7 @@ from util.checkpoint import (
     load_weights,
     newest_checkpoint,
     numbered_checkpoints,
+    partial_of,
     save_checkpoint,
     save_safetensors,
     training_checkpoint,
@@ -98,6 +103,154 @@ def test_damaged_files_are_named(tmp_path, damage):
         load_checkpoint(path)
 
 
+def test_wherever_a_file_is_damaged_the_one_beside_it_is_taken(tmp_path, clmae_log):
+    """A flipped bit in tensors, pickle, padding, directory or end record; and a file cut at every tenth."""
+    newest = tmp_path / "checkpoint-1.pth"
+    save_checkpoint(tmp_path / "checkpoint-0.pth", {"epoch": 0})
+    good = {"model": {"w": torch.arange(300.0)}, "epoch": 1, "args": {"epochs": 2, "classes": ["a", "b"]}}
+    save_checkpoint(newest, good)
+    content = newest.read_bytes()
+    # Every so many bytes, and more closely in the records at the end, which say where everything is
+    places = [*range(0, len(content) - 700, 17), *range(len(content) - 700, len(content), 3)]
+    bits = zip(places, itertools.cycle(range(8)), strict=False)
+    flipped = [content[:at] + bytes([content[at] ^ 1 << bit]) + content[at + 1 :] for at, bit in bits]
+    refused = 0
+    for damaged in [*flipped, *(content[: len(content) * tenth // 10] for tenth in range(10))]:
+        newest.write_bytes(damaged)
+        found, path = newest_checkpoint(tmp_path)
+        refused += path != newest
+        if path == newest:  # the bit does not matter, as in padding
+            assert_identical(found, good)
+    assert refused > 0.4 * len(flipped)
+    assert "trying the one before it" in clmae_log.text
+
+
+def test_memory_that_runs_out_is_not_taken_for_damage(tmp_path, monkeypatch):
+    """Or --resume auto would go back to an older checkpoint."""
+    save_checkpoint(tmp_path / "checkpoint-0.pth", {"epoch": 0})
+    for error in (MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ...")):
+        monkeypatch.setattr(torch, "load", lambda *_, error=error, **__: (_ for _ in ()).throw(error))
+        with pytest.raises(type(error)):
+            newest_checkpoint(tmp_path)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "checkpoint-0.pth")
+    with pytest.raises(UserError, match="not a regular file"):
+        load_checkpoint(tmp_path / "checkpoint-0.pth")
+
+
+def test_nobody_is_advised_to_run_what_a_file_holds(tmp_path):
+    torch.save({"model": Bomb()}, tmp_path / "bomb.pth")
+    (tmp_path / "text.pth").write_bytes(b"hello world" * 20)
+    (tmp_path / "pickle.pth").write_bytes(pickle.dumps({"a": 1}))
+    for name, fact in (
+        ("bomb", "could run code: posix.mkdir"),
+        ("text", "not a checkpoint"),
+        ("pickle", "not a checkp"),
+    ):
+        with pytest.raises(UserError, match=fact) as caught:
+            load_checkpoint(tmp_path / f"{name}.pth")
+        assert "weights_only" not in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+MOMENTS = {"step": torch.tensor(2.0), "exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}
+GOOD = {
+    "model": {"w": torch.ones(2)},
+    "optimizer": {"state": {0: MOMENTS}, "param_groups": [{"params": [0], "lr": 0.1}]},
+    "scaler": {"scale": 2.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 9, "_growth_tracker": 0},
+    "epoch": 1,
+    "step": 7,
+    "log": {"iterations": 4, "interval": {}, "averages": {"loss": (3.5, 2)}},
+    "moment": {"mask_ratio": 0.75, "lambda_cl": -0.1},
+    "args": {"epochs": 3, "input_size": [8, 8], "classes": ["a"], "masking": "random", "masking_file": None},
+}
+ODD = {
+    "model": [None, [1], {1: torch.ones(2)}, "x"],
+    "cmm": [3],
+    "optimizer": [
+        *({}, None, [1], {"state": {}}, {"state": [1], "param_groups": [{"params": [0]}]}),
+        *({"state": {5: {}}, "param_groups": [{"params": [0]}]}, {"state": {0: 5}, "param_groups": [{"params": [0]}]}),
+        {"state": {}, "param_groups": [{"params": [10**9]}]},
+    ],
+    "scaler": [
+        None,
+        "x",
+        {"scale": "x"},
+        {**GOOD["scaler"], "scale": math.nan},
+        {**GOOD["scaler"], "_growth_tracker": -1},
+    ],
+    "epoch": ["x", 1.5, True, -2, 3, 10**6, 2**70, torch.tensor(1), None],
+    "step": ["x", -1, [1], math.inf, None],
+    "log": [
+        3,
+        "x",
+        {"iterations": "x"},
+        {**GOOD["log"], "averages": {"loss": 3}},
+        {**GOOD["log"], "interval": {"a": (1, 0)}},
+    ],
+    "moment": [3, None, {"lambda_cl": "x"}, {"lambda_cl": math.nan}],
+    "args": [
+        *(
+            [1],
+            "x",
+            {"epochs": "x"},
+            {"epochs": 0},
+            {"input_size": "x"},
+            {"input_size": [1, 2, 3]},
+            {"input_size": [0, 8]},
+        ),
+        *({"classes": 5}, {"classes": [[1]]}, {"masking": 5}, {"lambda_cl_end": [1]}, {"lr": torch.ones(3)}),
+    ],
+    "metadata": [5, {"model": 5}],
+}
+
+
+@pytest.mark.parametrize("entry", ODD)
+def test_an_entry_that_is_not_what_it_should_be_is_refused_by_name(tmp_path, entry):
+    save_checkpoint(tmp_path / "x.pth", GOOD)
+    assert_identical(load_checkpoint(tmp_path / "x.pth"), GOOD)
+    for value in ODD[entry]:
+        save_checkpoint(tmp_path / "x.pth", {**GOOD, entry: value})
+        with pytest.raises(UserError, match=r"x\.pth is damaged, or of another program: `\w+` is "):
+            load_checkpoint(tmp_path / "x.pth")
+
+
+def test_entries_without_names_and_ones_that_hold_themselves_are_refused(tmp_path):
+    endless = {}
+    endless["a"] = endless
+    for content in ({1: torch.ones(2)}, {**GOOD, "args": endless}):
+        torch.save(content, tmp_path / "x.pth")
+        with pytest.raises(UserError, match=r"x\.pth"):
+            load_checkpoint(tmp_path / "x.pth")
+
+
+def test_what_killed_processes_were_writing_is_removed_and_what_others_write_is_not(tmp_path):
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    mine, other = partial_of(tmp_path / "a.pth"), tmp_path / "a.pth.elsewhere-12.partial"
+    dead = mine.with_name(mine.name.replace(f"-{os.getpid()}.", f"-{gone.pid}."))
+    old = tmp_path / "a.pth.partial"
+    for path in (mine, other, dead, old):
+        path.touch()
+    os.utime(old, (0, 0))
+    save_checkpoint(tmp_path / "b.pth", {"epoch": 1})
+    assert sorted(tmp_path.iterdir()) == sorted([mine, other, tmp_path / "b.pth"])
+
+
+def test_a_changed_safetensors_file_of_ours_is_refused(tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_safetensors(path, {"w": torch.arange(100.0), "n": torch.tensor(3)}, {"mask_ratio": "0.75"})
+    loaded, content = load_checkpoint(path), path.read_bytes()
+    assert (loaded["metadata"], loaded["args"]) == ({"mask_ratio": "0.75"}, {"mask_ratio": 0.75})
+    for changed in (content.replace(b"0.75", b"0.76"), content[:-1] + b"\x40", content.replace(b'"n"', b'"m"')):
+        assert changed != content
+        path.write_bytes(changed)
+        with pytest.raises(UserError, match="damaged"):
+            load_checkpoint(path)
+
+
 @pytest.mark.parametrize("damage", ["missing", "empty", "truncated", "garbage", "folder"])
 def test_damaged_safetensors_are_named(tmp_path, damage):
     path = tmp_path / "model.safetensors"
@@ -147,7 +300,7 @@ def test_the_checkpoint_that_got_furthest(tmp_path):
 
 def test_a_kill_between_link_and_rename_harms_no_finished_checkpoint(tmp_path):
     save_checkpoint(tmp_path / "checkpoint-3.pth", {"epoch": 3})
-    os.link(tmp_path / "checkpoint-3.pth", tmp_path / "checkpoint-last.pth.partial")
+    os.link(tmp_path / "checkpoint-3.pth", partial_of(tmp_path / "checkpoint-last.pth"))
     save_checkpoint(tmp_path / "checkpoint-last.pth", {"epoch": 4})
     assert load_checkpoint(tmp_path / "checkpoint-3.pth")["epoch"] == 3
     assert load_checkpoint(tmp_path / "checkpoint-last.pth")["epoch"] == 4

@@ -1,6 +1,7 @@
 """Lines are appended whole, and whatever a file holds, its good lines are read."""
 
 import fcntl
+import json
 
 import pytest
 
@@ -33,10 +34,22 @@ def test_the_end_is_looked_at_under_the_lock(tmp_path, monkeypatch):
     assert [record["n"] for record in read_records(path, dict)] == [1, 2, 3]
 
 
+def test_a_changed_value_is_noticed_but_lines_of_earlier_versions_have_no_checksum(tmp_path, clmae_log):
+    path = tmp_path / "results.jsonl"
+    path.write_text('{"acc1": 70.5}\n')
+    append_record(path, {"acc1": 81.5, "data": "caf\u00e9", "std": None})
+    append_record(path, {"acc1": 90.5})
+    assert json.loads(path.read_text().splitlines()[2]).keys() == {"acc1", "crc32"}
+    assert [record["acc1"] for record in read_records(path, dict)] == [70.5, 81.5, 90.5]
+    path.write_text(path.read_text().replace("81.5", "91.5"))
+    assert [record["acc1"] for record in read_records(path, dict)] == [70.5, 90.5]
+    assert f"{path}: skipped damaged lines: 2" in clmae_log.text
+
+
 def test_a_file_system_without_locks_will_do(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(95, "not supported")))
     append_record(tmp_path / "results.jsonl", {"n": 1})
-    assert (tmp_path / "results.jsonl").read_text() == '{"n": 1}\n'
+    assert read_records(tmp_path / "results.jsonl", dict) == [{"n": 1}]
 
 
 @pytest.mark.parametrize(

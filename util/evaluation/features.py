@@ -13,12 +13,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from util.checkpoint import SUM, content_sum, drop_stale_partials, partial_of
 from util.cli import UserError, logger, tracked
 from util.data.sources import Source, labels_of
 from util.datasets import BadImages, ImageDataset, build_data_loader, collate
 from util.misc import autocast, gather_objects, gather_rows, is_main_process, share_of_rank
 
-FORMAT = 3  # of the cache; changing it invalidates all older files
+FORMAT = 4  # of the cache; changing it invalidates all older files
 
 
 @dataclass
@@ -134,7 +135,7 @@ def read(path: Path, key: str, labels: torch.Tensor, width: int) -> FeatureSet |
             found = FeatureSet(*(file.get_tensor(name) for name in ("features", "labels", "indices")))
         if metadata["key"] != key:
             reason = "it belongs to another encoder or other data"
-        elif metadata["sha256"] != tensor_hash(found):
+        elif metadata.pop(SUM) != content_sum(vars(found), metadata):
             reason = "its checksum is wrong"
         elif (reason := fault_in(found, labels, width)) is None:
             return found
@@ -146,10 +147,11 @@ def read(path: Path, key: str, labels: torch.Tensor, width: int) -> FeatureSet |
 
 def write(path: Path, features: FeatureSet, metadata: dict[str, str]) -> None:
     """All or nothing. Failing to write a cache only costs time later, so it does not end the run."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial = partial_of(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(vars(features), partial, metadata | {"sha256": tensor_hash(features)})
+        drop_stale_partials(path.parent)
+        save_file(vars(features), partial, metadata | {SUM: content_sum(vars(features), metadata)})
         with open(partial, "rb") as file:
             os.fsync(file.fileno())
         os.replace(partial, path)
@@ -157,13 +159,6 @@ def write(path: Path, features: FeatureSet, metadata: dict[str, str]) -> None:
         with suppress(OSError):
             partial.unlink()
         logger.warning("cannot cache the features in %s: %s", path, error)
-
-
-def tensor_hash(features: FeatureSet) -> str:
-    digest = hashlib.sha256()
-    for tensor in vars(features).values():
-        digest.update(tensor.contiguous().numpy())
-    return digest.hexdigest()
 
 
 @lru_cache(maxsize=2)  # a program asks for those of two splits, perhaps repeatedly

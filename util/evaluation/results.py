@@ -35,8 +35,8 @@ from util.jsonl import append_record, read_records
 
 if TYPE_CHECKING:
     import torch
-    from torch.utils.tensorboard import SummaryWriter
 
+    from util.board import Board
     from util.evaluation.features import FeatureSet
     from util.evaluation.subject import Subject
 
@@ -86,9 +86,8 @@ class Outcome:
 class Report:
     """Writes the results of one evaluation to `--output_dir`, in the main process only."""
 
-    def __init__(self, subject: "Subject", protocol: str, log_writer: "SummaryWriter | None" = None):
-        from torch.utils.tensorboard import SummaryWriter
-
+    def __init__(self, subject: "Subject", protocol: str, log_writer: "Board | None" = None):
+        from util.board import Board
         from util.misc import is_main_process
 
         self.subject, self.protocol, self.log_writer = subject, protocol, log_writer
@@ -98,7 +97,7 @@ class Report:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / RESULTS).open("a").close()
         if args.log_dir and is_main_process() and log_writer is None:
-            self.log_writer = SummaryWriter(args.log_dir)
+            self.log_writer = Board(args.log_dir)
 
     def scalar(self, name: str, value: float, step: int) -> None:
         if self.log_writer:
@@ -170,6 +169,9 @@ class Report:
                 return path
             except FileExistsError:
                 number += 1
+            except OSError:
+                path.unlink(missing_ok=True)
+                raise
 
 
 # --- Reading ---
@@ -311,7 +313,7 @@ def read_arrays(path: Path, kinds: dict[str, str], advice: str) -> dict[str, np.
     """Arrays of an .npz by name, each with the letters of the numpy kinds that it may have, such as "iu"."""
     try:
         with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in kinds}
+            arrays = {name: np.asarray(file[name]) for name in kinds}  # numpy gives what is no array as bytes
     except Exception as error:  # zip, zlib and numpy each have several errors of their own for a damaged file
         reason = error.strerror if isinstance(error, OSError) and error.strerror else "damaged or incomplete"
         raise UserError(f"{path}: {reason}; {advice}") from None

@@ -5,8 +5,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch.utils.tensorboard import SummaryWriter
 
+from util.board import Board
 from util.cli import UserError, logger
 from util.datasets import ImageDataset, build_eval_dataset, collate
 from util.evaluation.features import extract_features
@@ -36,7 +36,7 @@ class Monitor:
         self.knn_data = knn_data(args, listing) if args.knn_every else []
 
     def after_epoch(
-        self, epoch: int, model: "MaskedAutoencoderViT", masking: "Masking", log_writer: SummaryWriter | None
+        self, epoch: int, model: "MaskedAutoencoderViT", masking: "Masking", log_writer: Board | None
     ) -> dict[str, float]:
         """The metrics that are due after `epoch`; the picture goes to TensorBoard."""
         metrics = {}
@@ -56,7 +56,7 @@ class Monitor:
         epoch: int,
         model: "MaskedAutoencoderViT",
         masking: "Masking",
-        log_writer: SummaryWriter | None,
+        log_writer: Board | None,
     ) -> dict[str, float]:
         """Draw the masks in use and take the cheap measures of util/evaluation/forensics.py; "mask/error_vs_random" is
         called "own" there."""

@@ -2,7 +2,6 @@
 
 import datetime
 import gc
-import json
 import math
 from argparse import Namespace
 from collections.abc import Callable, Mapping
@@ -10,11 +9,11 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
-from torch.utils.tensorboard import SummaryWriter
 
+from util.board import Board
 from util.checkpoint import write_text
 from util.cli import LOG_INTERVAL, Progress, TrainingDiverged, UserError, logger
-from util.jsonl import append_record, read_records
+from util.jsonl import append_record, as_line, read_records
 from util.misc import get_world_size, is_main_process, mean_of_processes
 from util.training.resume import Start
 
@@ -109,30 +108,6 @@ class LossGuard:
         )
 
 
-class Board(SummaryWriter):
-    """TensorBoard files that a run can do without: a full disk ends them, not the run."""
-
-    broken = False
-
-    def add_scalar(self, *args, **kwargs) -> None:
-        self._attempt(super().add_scalar, *args, **kwargs)
-
-    def add_image(self, *args, **kwargs) -> None:
-        self._attempt(super().add_image, *args, **kwargs)
-
-    def flush(self) -> None:
-        self._attempt(super().flush)
-
-    def _attempt(self, write: Callable[..., None], *args, **kwargs) -> None:
-        if self.broken:
-            return
-        try:
-            write(*args, **kwargs)
-        except OSError as error:
-            self.broken = True
-            logger.error("cannot write TensorBoard files to %s (%s); they end here", self.log_dir, error.strerror)
-
-
 class EpochLog:
     """Collects the values of an epoch's iterations and reports them every LOG_INTERVAL, with one sync each time.
 
@@ -145,7 +120,7 @@ class EpochLog:
         start: Start,
         iterations: int,
         loss_guard: LossGuard,
-        log_writer: SummaryWriter | None,
+        log_writer: Board | None,
         args: Namespace,
         mean: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = mean_of_processes,
     ):
@@ -220,7 +195,7 @@ class EpochLog:
 # --- log.txt: a JSON line per epoch, with upstream's keys ---
 
 
-def prepare_output(args: Namespace, start: Start, steps_per_epoch: int, classes: list[str]) -> SummaryWriter | None:
+def prepare_output(args: Namespace, start: Start, steps_per_epoch: int, classes: list[str]) -> Board | None:
     """Make the folders, write down the classes in use, and drop log lines of epochs that will be trained again."""
     if not is_main_process():
         return None
@@ -236,10 +211,7 @@ def prepare_output(args: Namespace, start: Start, steps_per_epoch: int, classes:
     if not args.log_dir:
         return None
     shown_up_to = int((start.epoch + start.steps_done / steps_per_epoch) * 1000)  # on TensorBoard's axis
-    try:
-        return Board(args.log_dir, purge_step=shown_up_to + 1)
-    except OSError as error:
-        raise UserError(f"--log_dir {args.log_dir} cannot be written: {error.strerror}") from None
+    return Board(args.log_dir, purge_step=shown_up_to + 1)
 
 
 def drop_log_lines(log: Path, start_epoch: int) -> None:
@@ -248,7 +220,7 @@ def drop_log_lines(log: Path, start_epoch: int) -> None:
     kept = [line for line in lines if line["epoch"] < start_epoch]
     if len(kept) < len(lines):
         logger.warning("%s: dropped %d lines of epochs that are trained again", log, len(lines) - len(kept))
-    write_text(log, "".join(json.dumps(line) + "\n" for line in kept))
+    write_text(log, "".join(map(as_line, kept)))
 
 
 def read_log(path: Path) -> list[dict]:
@@ -279,7 +251,7 @@ def write_log(
     stats: Mapping[str, float],
     metrics: Mapping[str, float],
     epoch: int,
-    log_writer: SummaryWriter | None,
+    log_writer: Board | None,
     args: Namespace,
     **constants: float,
 ) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from util import checkpoint as ckpt
@@ -15,7 +15,8 @@ from util.cli import UserError, logger
 from util.data.sources import Source, image_names
 from util.misc import NativeScalerWithGradNormCount, gather_objects, is_main_process
 
-OWN_GROUP_SETTINGS = ("weight_decay", "lr_scale")  # of parameter groups: a resumed run keeps its own
+MOMENTS = {"AdamW": {"step", "exp_avg", "exp_avg_sq"}, "LARS": {"mu"}}  # what an optimizer keeps of each parameter
+FIRST_SCALE = 2.0**16  # of a gradient scaler; lower ones tell of steps that were left out
 
 # Flags that may change from one part of a run to the next: they change no result but for rounding. Others must agree.
 # Some are compared by what they lead to (see `identity`): where the images lie may change, the images may not.
@@ -65,47 +66,76 @@ class TrainingState:
         return {name: part.state_dict() for name, part in vars(self).items() if part is not None}
 
     def load(self, checkpoint: dict, source: str) -> None:
-        for name, part in vars(self).items():
-            if part is None:
-                continue
-            if name not in checkpoint:
-                raise UserError(
-                    f"{source} has no {name!r}; was it trained with another --masking, or not by this program?"
-                )
+        parts = {name: part for name, part in vars(self).items() if part is not None}
+        if missing := [name for name in parts if name not in checkpoint]:
+            raise UserError(
+                f"{source} has no {missing[0]!r}; was it trained with another --masking, or not by this program?"
+            )
+        for name, part in parts.items():
             if isinstance(part, nn.Module):
                 ckpt.load_weights(part, checkpoint[name], source)
             elif isinstance(part, Optimizer):
                 network = self.model if part is self.optimizer else self.cmm
-                load_optimizer(part, checkpoint[name], network)
+                refuse_lost_moments(checkpoint, name, source)
+                load_optimizer(part, with_decaying_tokens(checkpoint[name], part, network), source)
             else:
                 part.load_state_dict(checkpoint[name])
 
 
-def load_optimizer(optimizer: Optimizer, state: dict, network: nn.Module | None) -> None:
-    own = [{key: group[key] for key in OWN_GROUP_SETTINGS if key in group} for group in optimizer.param_groups]
-    sizes = [len(group["params"]) for group in optimizer.param_groups]
-    if network is not None and sizes != [len(group["params"]) for group in state["param_groups"]]:
-        state = with_decaying_tokens(state, network)
-    optimizer.load_state_dict(state)
-    for group, values in zip(optimizer.param_groups, own, strict=True):
-        group.update(values)
+def refuse_lost_moments(checkpoint: dict, name: str, source: str) -> None:
+    """An optimizer that has made steps has kept something of them; under fp16, all may have been left out so far."""
+    began = checkpoint.get("step", 0) > 0 or checkpoint.get("epoch", -1) >= 0
+    scale = checkpoint[name.replace("optimizer", "scaler")].get("scale", FIRST_SCALE)
+    if began and scale >= FIRST_SCALE and not checkpoint[name]["state"]:
+        raise UserError(f"{source} has lost its optimizer state; take an earlier checkpoint, or --init for its weights")
+
+
+def load_optimizer(optimizer: Optimizer, state: dict, source: str) -> None:
+    """What is kept of each parameter, after comparing it with the parameter: fused AdamW does not look at shapes. The
+    settings of groups stay the run's own."""
+    groups = optimizer.state_dict()["param_groups"]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if [len(group["params"]) for group in groups] != [len(group["params"]) for group in state["param_groups"]]:
+        raise UserError(f"{source} has optimizer state of other parameters than this model has; check --model")
+    for number, kept in state["state"].items():
+        if kept.keys() != MOMENTS[type(optimizer).__name__] or not all(
+            fits_parameter(value, parameters[number], name) for name, value in kept.items()
+        ):
+            shape = tuple(parameters[number].shape)
+            raise UserError(f"{source} is damaged: its optimizer state of parameter {number}, {shape}, does not fit it")
+    optimizer.load_state_dict({"state": state["state"], "param_groups": groups})
     for tensors in optimizer.state.values():  # torch takes tensors of the right device as they are: parts of the file
         tensors.update({name: value.clone() for name, value in tensors.items() if getattr(value, "is_cpu", False)})
 
 
-def with_decaying_tokens(state: dict, network: nn.Module) -> dict:
+def fits_parameter(value: object, parameter: nn.Parameter, name: str) -> bool:
+    """Whether `value` can be a moment of `parameter` or, as older torch has it, a plain number of its steps."""
+    if name == "step" and ckpt.is_number(value):
+        return True
+    shape = () if name == "step" else parameter.shape
+    if not isinstance(value, Tensor) or value.shape != shape or value.layout != parameter.layout:
+        return False
+    if not value.is_floating_point() or (name in ("step", "exp_avg_sq") and bool((value < 0).any())):
+        return False
+    return name == "mu" or not bool(value.isnan().any())  # heads with too high a rate of a grid may diverge
+
+
+def with_decaying_tokens(state: dict, optimizer: Optimizer, network: nn.Module | None) -> dict:
     """The optimizer state of a checkpoint from before [CLS] and mask tokens had weight decay, in today's order.
 
     Parameters are known by their number: first those without decay, then those with it.
     """
+    theirs, ours = ([len(group["params"]) for group in g] for g in (state["param_groups"], optimizer.param_groups))
+    if theirs == ours or network is None or len(theirs) != 2 or sum(theirs) != sum(ours):
+        return state
     trained = [(name, p.ndim) for name, p in network.named_parameters() if p.requires_grad]
     exempt = {"cls_token", "mask_token"}
     before = sorted(trained, key=lambda entry: entry[1] > 1 and entry[0] not in exempt)
     now = sorted(trained, key=lambda entry: entry[1] > 1)
-    plain, decayed = state["param_groups"]
     bare = sum(ndim <= 1 for _, ndim in trained)
-    groups = [{**plain, "params": list(range(bare))}, {**decayed, "params": list(range(bare, len(now)))}]
-    return {"state": {at: state["state"][before.index(entry)] for at, entry in enumerate(now)}, "param_groups": groups}
+    groups = [{"params": list(range(bare))}, {"params": list(range(bare, len(now)))}]
+    moved = {before.index(entry): at for at, entry in enumerate(now)}
+    return {"state": {moved[number]: kept for number, kept in state["state"].items()}, "param_groups": groups}
 
 
 @dataclass
@@ -187,12 +217,19 @@ def continue_from(state: TrainingState, checkpoint: dict, source: str, steps_per
                 f"{source} was trained with other settings: {listing}. Pass the same, or --allow_changes to continue"
             )
         logger.warning("resuming from %s with other settings: %s", source, listing)
+    log = checkpoint.get("log")
+    if missing := [name for name in ("epoch", "step") if name not in checkpoint and (name == "epoch" or log)]:
+        raise UserError(
+            f"{source} has no {missing[0]!r}: it is not a checkpoint to resume from; --init takes its weights"
+        )
     start = Start(checkpoint["epoch"] + 1)
     refuse_later_checkpoints(start.epoch, args)
     state.load(checkpoint, source)
-    if log := checkpoint.get("log"):
+    if log:
         if log["iterations"] == steps_per_epoch * args.accum_iter:
             start.steps_done, start.log_state = checkpoint["step"] - start.epoch * steps_per_epoch, log
+            if not 0 <= start.steps_done <= steps_per_epoch:
+                raise UserError(f"{source} is damaged: step {checkpoint['step']} is not in epoch {start.epoch + 1}")
         else:
             logger.warning("epochs have another length now: epoch %d starts over", start.epoch + 1)
     logger.info("resuming from %s: epoch %d, after %d of its updates", source, start.epoch + 1, start.steps_done)
@@ -269,8 +306,8 @@ class Unfinished:
         if path is not None and path.exists() and not resume:
             raise UserError(f"{path} is an unfinished probe; add --resume auto to continue it, or delete it")
 
-    def load(self) -> dict | None:
-        """What `save` was last given, or None at the very beginning."""
+    def load(self, heads: nn.Module, optimizer: Optimizer) -> tuple[int, list] | None:
+        """The last epoch that was saved, and its curve; None at the very beginning."""
         there = gather_objects(self.path is not None and self.path.exists())
         if self.path is None or not any(there):
             return None
@@ -280,11 +317,18 @@ class Unfinished:
         theirs = state.get("identity", {})
         if differing := [name for name, value in self.identity.items() if theirs.get(name) != value]:
             raise UserError(f"{self.path} was begun with another {', '.join(differing)}; delete it to start over")
-        logger.info("resuming %s after epoch %d", self.path, state["epoch"] + 1)
-        return state
+        try:
+            heads.load_state_dict(state["heads"])
+            load_optimizer(optimizer, state["optimizer"], str(self.path))
+            epoch, curve = state["epoch"], [[float(value) for value in row] for row in state["curve"]]
+        except (LookupError, RuntimeError, TypeError, AttributeError, ValueError):
+            raise UserError(f"{self.path} is not the state of this probe; delete it to start over") from None
+        logger.info("resuming %s after epoch %d", self.path, epoch + 1)
+        return epoch, curve
 
-    def save(self, state: dict) -> None:
+    def save(self, epoch: int, curve: list, heads: nn.Module, optimizer: Optimizer) -> None:
         if self.path is not None and is_main_process():
+            state = {"heads": heads.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch, "curve": curve}
             ckpt.save_checkpoint(self.path, {**state, "identity": self.identity})
 
     def remove(self) -> None:

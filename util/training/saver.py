@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.tensorboard import SummaryWriter
 
 from util import checkpoint as ckpt
+from util.board import Board
 from util.cli import STOP_SIGNALS, Interrupted, TrainingDiverged, UserError, logger
 from util.misc import gather_objects, get_world_size, is_main_process, mean_of_processes, orphaned
 from util.training.progress import EpochLog
@@ -85,7 +85,7 @@ class Saver:
         self,
         state: TrainingState,
         stop: StopRequest,
-        log_writer: SummaryWriter | None,
+        log_writer: Board | None,
         args: Namespace,
         moment: Callable[[int, int], dict] = lambda epoch, step: {},
     ):
