@@ -89,8 +89,11 @@ def test_loaders_that_outlive_a_run_hold_nothing(tmp_path):
     """A run is killed: its loaders, forked while it held the lock, take seconds to notice."""
     with contextlib.ExitStack() as run:
         run.enter_context(locked(tmp_path, NAME))
-        loader = multiprocessing.get_context("fork").Process(target=time.sleep, args=(100,))
+        context = multiprocessing.get_context("fork")
+        begun = context.Event()
+        loader = context.Process(target=lambda: (begun.set(), time.sleep(100)))
         loader.start()
+        begun.wait()
     try:
         enter(tmp_path)
     finally:
