@@ -6,6 +6,7 @@ PYTHON ?= python3
 JOBS ?= 2
 VENV := .venv
 STAMP := $(VENV)/.installed
+REQUIREMENTS := requirements.txt requirements-extra.txt requirements-dev.txt
 
 .PHONY: demo test test-fast lint clean
 demo: $(STAMP)
@@ -22,9 +23,9 @@ lint: $(STAMP)
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright
 
-$(STAMP): requirements.txt requirements-dev.txt
+$(STAMP): $(REQUIREMENTS)
 	$(PYTHON) -m venv --clear $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements-dev.txt
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(REQUIREMENTS:%=-r %)
 	touch $@
 
 clean:

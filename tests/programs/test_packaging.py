@@ -62,10 +62,15 @@ def test_metadata_has_the_requirements_and_extras(distribution):
         chosen = (r for r in requirements if (r.marker.evaluate({"extra": extra}) if r.marker else not extra))
         return {(r.name, str(r.specifier)) for r in chosen}
 
-    files = {"": "requirements.txt", "dev": "requirements-dev.txt", "bench": "benchmarks/requirements.txt"}
+    files = {
+        "": "requirements.txt",
+        "extra": "requirements-extra.txt",
+        "dev": "requirements-dev.txt",
+        "bench": "benchmarks/requirements.txt",
+    }
     for extra, name in files.items():
         assert of(extra) == {(r.name, str(r.specifier)) for r in read_requirements(name)}
-    assert set(distribution.metadata.get_all("Provides-Extra") or ()) == {"dev", "bench"}
+    assert set(distribution.metadata.get_all("Provides-Extra") or ()) == {"extra", "dev", "bench"}
 
 
 def test_the_models_import_from_any_folder(elsewhere, installed):
@@ -80,5 +85,6 @@ def test_a_program_runs_from_any_folder(elsewhere):
 def test_constraints_meet_the_requirements():
     """pip install -c constraints.txt finds a version of each."""
     pinned = {r.name: re.sub("^==", "", str(r.specifier)) for r in read_requirements("constraints.txt")}
-    for requirement in read_requirements("requirements.txt") + read_requirements("requirements-dev.txt"):
-        assert requirement.specifier.contains(pinned[requirement.name]), requirement
+    for part in ("", "-extra", "-dev"):
+        for requirement in read_requirements(f"requirements{part}.txt"):
+            assert requirement.specifier.contains(pinned[requirement.name]), requirement
