@@ -67,6 +67,7 @@ answer_early(__name__, get_args_parser)
 
 import os
 import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 
 from PIL import Image
@@ -127,14 +128,15 @@ def draw_animations(runs: dict[str, list[Path]], source: Source, args: Namespace
     return written
 
 
-def write_report(runs: dict[str, list[Path]], args: Namespace) -> Path:
-    """All runs in one HTML file."""
+def write_report(runs: dict[str, list[Path]], args: Namespace, results: str | None = None) -> Path:
+    """All runs in one HTML file; `results` (HTML) take the place of the tables of their evaluations."""
     device, path = set_up_device(args.device), Path(args.html)
     folders = {
         name: Path(given) if Path(given).is_dir() else Path(given).parent
         for name, given in zip(args.names, args.runs, strict=True)
     }
-    sections = {"RESULTS": results_section(folders, args.results)}  # first: it may refuse, and the rest takes longer
+    # First, because it may refuse, and the rest takes longer.
+    sections = {"RESULTS": results_section(folders, args.results) if results is None else results}
     source = open_source(args, load_snapshot(next(iter(runs.values()))[0], "", args.norm_pix_loss))
     images = read_images(source, args.num_images or SHOWN_IMAGES, args.seed)
     more = read_images(source, POSITION_IMAGES, args.seed)
@@ -162,8 +164,12 @@ def results_section(runs: dict[str, Path], given: list[str] | None) -> str:
     if not (rows := compare(found)):
         return ""
     notes = table_notes(list(runs), rows) + [f"caution: {warning}" for warning in caveats(found)]
+    return tables_section(comparison_tables(rows, list(runs)), notes)
+
+
+def tables_section(tables: Iterable[Table], notes: Iterable[str]) -> str:
     listed = "".join(f"<li>{html_text(note)}</li>" for note in notes)
-    return "\n".join([*map(as_html, comparison_tables(rows, list(runs))), f"<ul>{listed}</ul>"])
+    return "\n".join([*map(as_html, tables), f"<ul>{listed}</ul>"])
 
 
 def evaluation_beside(run: Path) -> Path | None:

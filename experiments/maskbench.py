@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
+import main_visualize as visualize
 from benchmarks.bench_step import PER_TURN, Contender, peak_memory
 from benchmarks.timing import alternate
 from experiments.leaderboard import (
@@ -39,7 +40,7 @@ from experiments.runner import work
 from masking import find_strategy
 from util.checkpoint import write_text
 from util.cli import ArgumentParser, UserError, file_name, logger, positive, run
-from util.evaluation.tables import as_markdown, as_text
+from util.evaluation.tables import Table, as_markdown, as_text
 
 BASELINE = "random"
 
@@ -149,6 +150,7 @@ def get_args_parser() -> ArgumentParser:
     measures = [f"{encoder}-{feature}" for encoder in ("final", "last", AVERAGE) for feature in FEATURES]
     shown.add_argument("--measure", default="last-mean", choices=measures, help="encoder and features (probe.py)")
     shown.add_argument("--part", default="all", choices=PARTS, help="images; choose settings on held_out alone")
+    shown.add_argument("--html", action="store_true", help="also in the HTML report, beside every strategy's masks")
     parser.set_defaults(seeds=[0, 1, 2, 3, 4])
     return parser
 
@@ -289,7 +291,7 @@ def read_probes(runs: dict[Entry, list[Run]]) -> Probes:
 def report(runs: dict[Entry, list[Run]], costs: dict[str, Cost], failed: dict[Run, str], args: Namespace) -> None:
     entries, probes = list(runs), read_probes(runs)
     every = [each for of_entry in runs.values() for each in of_entry]
-    missing = [each.title for each in every if each not in failed and not all(map(each.is_done, each.steps))]
+    missing = [each.title for each in every if each not in failed and not finished(each)]
     notes = [f"failed: {each.title}: {problem}" for each, problem in failed.items()]
     notes += [f"not finished: {', '.join(missing)}"] if missing else []
     if not any(probes.values()):
@@ -307,7 +309,24 @@ def report(runs: dict[Entry, list[Run]], costs: dict[str, Cost], failed: dict[Ru
     parts = ["# MaskBench", head, *map(as_markdown, tables), "\n".join(f"- {note}" for note in notes)]
     name = f"leaderboard-{args.measure}-{args.part}"
     files = write_leaderboard(data_folder(args), name, "\n\n".join(parts) + "\n", rows)
+    if args.html:
+        files.append(write_html(data_folder(args) / f"{name}.html", runs, tables, notes, args))
     logger.info("\n%s", "\n".join([*notes, f"written to {', '.join(map(str, files))}"]))
+
+
+def write_html(
+    path: Path, runs: dict[Entry, list[Run]], tables: list[Table], notes: list[str], args: Namespace
+) -> Path:
+    """The tables, below the masks of each strategy's first finished run."""
+    first = {entry.label: each for entry, of_entry in runs.items() for each in reversed(of_entry) if finished(each)}
+    place = ["--data_path", args.data_path] if args.data_path else []
+    folders = [str(each.folder) for each in first.values()]
+    shown = visualize.get_args_parser().parse_args([*folders, "--names", *first, "--html", str(path), *place])
+    return visualize.write_report(visualize.checkpoints_by_run(shown), shown, visualize.tables_section(tables, notes))
+
+
+def finished(each: Run) -> bool:
+    return all(map(each.is_done, each.steps))
 
 
 def explanations(args: Namespace) -> list[str]:

@@ -167,10 +167,14 @@ def test_a_benchmark_is_run_probed_and_shown(bench, tmp_path):
     assert "### Noise, from 3 seeds of 3 strategies" in page
     assert (folder / "leaderboard-last-mean-all.png").stat().st_size > 10_000
 
-    out, done = bench(*flags, "--measure", "average-cls", "--part", "held_out")
+    out, done = bench(*flags, "--measure", "average-cls", "--part", "held_out", "--html")
     assert done == []
     accuracy = np.mean([100 * a["hits"][2, 1][a["held_out"]].mean() for _, a in found["random"]])
     assert re.search(rf"random +baseline +2 +3 +{accuracy:.2f}", out)
+    page = (folder / "leaderboard-average-cls-held_out.html").read_text()
+    data = json.loads(re.search('id="data">(.*)</script>', page)[1])
+    assert [(run["name"], len(run["moments"])) for run in data["runs"]] == [("random", 2), ("block", 2), ("stripes", 2)]
+    assert re.search(rf"Leaderboard: .*>random</th><th scope=row>baseline<.*<td>{accuracy:.2f}<", page, re.DOTALL)
 
 
 def test_costs_are_measured_once_beside_random_masks(monkeypatch, tmp_path):
