@@ -92,10 +92,10 @@ class ArgumentParser(argparse.ArgumentParser):
             delattr(found, "config")
         return found, rest
 
-    def valid(self, words: list[str]) -> list[str]:
+    def valid(self, words: list[str], where: str = "") -> list[str]:
         for word in words:
             if "\0" in word or word.encode(errors="ignore").decode() != word:
-                self.error(f"{word!a}: names and paths must be valid UTF-8")
+                self.error(f"{where}{word!a}: names and paths must be valid UTF-8")
         return words
 
     def with_underscores(self, word: str) -> str:
@@ -117,8 +117,8 @@ class ArgumentParser(argparse.ArgumentParser):
             self.error(f"--config {path} is not valid YAML: {error}")
         if not isinstance(entries, dict):
             self.error(f"--config {path}: every line must be a flag and its value, as in epochs: 400")
-        known = {action.dest: action for action in self._actions if action.option_strings}
-        known = {name: action for name, action in known.items() if name not in ("help", "config")}
+        flags = (action for action in self._actions if action.option_strings)
+        known = {action.dest: action for action in flags if action.dest not in ("help", "config")}
         for name in entries:
             if name not in known:
                 nearest = "".join(f"; did you mean {near}?" for near in get_close_matches(str(name), known, 1))
@@ -134,7 +134,7 @@ class ArgumentParser(argparse.ArgumentParser):
             several = ", or a list of them" if action.nargs else ""
             self.error(f"{where} must be a number or text{several}; quote what YAML reads otherwise, as in 'off'")
         try:
-            return self._get_values(action, self.valid([str(part) for part in values]))
+            return self._get_values(action, self.valid([str(part) for part in values], f"{where}: "))
         except (argparse.ArgumentError, ValueError) as error:
             self.error(f"{where}: {getattr(error, 'message', error)}")
 
