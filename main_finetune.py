@@ -130,6 +130,7 @@ import torch
 from engine_finetune import Objective, evaluate, test_metrics, train_one_epoch
 from models_vit import classifier_of, resolve_checkpoint, with_head
 from util import checkpoint as ckpt
+from util.board import Board
 from util.data.augment import build_finetune_loader
 from util.data.listing import save_beside
 from util.datasets import ImageLoader, count_steps
@@ -217,6 +218,7 @@ def start_finetuning(state: TrainingState, steps_per_epoch: int, args: Namespace
 
 
 def main(args: Namespace) -> None:
+    config = get_args_parser().config_text(args)
     check_args(args)
     if args.eval:
         test_again(args)
@@ -224,18 +226,18 @@ def main(args: Namespace) -> None:
     subject = open_subject(args, drop_path=args.drop_path)
     check_data(subject, args)
     settle(subject, args)
-    with sole_run(args.output_dir):
-        train(subject, args)
+    with sole_run(args.output_dir), Board() as log_writer:
+        train(subject, config, log_writer, args)
 
 
-def train(subject: Subject, args: Namespace) -> None:
+def train(subject: Subject, config: str, log_writer: Board, args: Namespace) -> None:
     """From the checkpoint to resume from, if any, to the result."""
     device, test_images = subject.device, subject.datasets["val"]
     data_loader = build_finetune_loader(subject.datasets["train"].source, args)
     steps_per_epoch = count_steps(data_loader, args)
     state = build_classifier(subject, args)
     start = start_finetuning(state, steps_per_epoch, args)
-    log_writer = prepare_output(args, start, steps_per_epoch, subject.classes)
+    prepare_output(log_writer, config, start, steps_per_epoch, subject.classes, args)
     save_beside(subject.listing, args)
     report = Report(subject, PROTOCOL, log_writer)
     parameters = sum(p.numel() for p in state.model.parameters())

@@ -1,10 +1,10 @@
 """Pretrain CL-MAE, vanilla MAE, or an MAE with any other masks, on a folder of images.
 
-On ImageNet, below data/imagenet, with the eight GPUs of a machine (python instead of torchrun uses one of them):
-    torchrun --nproc_per_node=8 main_pretrain.py --model mae_vit_base --batch_size 512
+On ImageNet, with the eight GPUs of a machine (python instead of torchrun uses one of them):
+    torchrun --nproc_per_node=8 main_pretrain.py --config configs/clmae_vit_base.yaml --data_path /data/imagenet
 
 The vanilla MAE baseline differs in one flag:
-    torchrun --nproc_per_node=8 main_pretrain.py --model mae_vit_base --batch_size 512 --masking random
+    torchrun --nproc_per_node=8 main_pretrain.py --config configs/clmae_vit_base.yaml --masking random ...
 
 Killed, preempted, out of time? The same command with --resume auto continues, and ends with the same weights.
 
@@ -196,7 +196,8 @@ from torch import nn
 from engine_pretrain import train_one_epoch
 from masking import LearnedMasking, Masking, MaskSettings, find_strategy
 from models_mae import MODELS, Autoencoder, build_mae, grid_size
-from util.data.listing import Listing, list_images, save_beside
+from util.board import Board
+from util.data.listing import list_images, save_beside
 from util.datasets import ImageLoader, build_pretrain_loader, count_steps
 from util.lock import sole_run
 from util.misc import (
@@ -324,34 +325,29 @@ def build_masking(state: TrainingState, args: Namespace) -> Masking:
 
 
 def main(args: Namespace) -> None:
+    config = get_args_parser().config_text(args)
     check_args(args)
     device = init_distributed_mode(args)
     settle_batch_and_rates(args)
     listing = list_images(args)
     data_loader = build_pretrain_loader(args, listing)
     settle(data_loader, device, args)
-    count_steps(data_loader, args)  # refuses a batch that is too large
+    steps_per_epoch = count_steps(data_loader, args)  # refuses a batch that is too large
     monitor = Monitor(args, device, listing)
     state = build_networks(args, device)
-    with sole_run(args.output_dir):
-        train(state, data_loader, listing, monitor, device, args)
+    with sole_run(args.output_dir), Board() as log_writer:
+        start = start_pretraining(state, steps_per_epoch, args)
+        prepare_output(log_writer, config, start, steps_per_epoch, args.classes, args)
+        save_beside(listing, args)
+        describe_run(state, data_loader, start, device, args)
+        train(state, data_loader, start, monitor, log_writer, args)
 
 
 def train(
-    state: TrainingState,
-    data_loader: ImageLoader,
-    listing: Listing | None,
-    monitor: Monitor,
-    device: torch.device,
-    args: Namespace,
+    state: TrainingState, data_loader: ImageLoader, start: Start, monitor: Monitor, log_writer: Board, args: Namespace
 ) -> None:
-    """From the checkpoint to resume from, if any, to the last."""
+    """From `start` to the last epoch."""
     steps_per_epoch = count_steps(data_loader, args)
-    start = start_pretraining(state, steps_per_epoch, args)
-    log_writer = prepare_output(args, start, steps_per_epoch, args.classes)
-    save_beside(listing, args)
-    describe_run(state, data_loader, start, device, args)
-
     model, masking = with_ddp(state.model), build_masking(state, args)
     loss_guard = LossGuard(state.loss_scales())
     start_time = time.monotonic()

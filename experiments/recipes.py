@@ -8,12 +8,23 @@ import csv
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import yaml
+
 PAPER = list(csv.DictReader((Path(__file__).parent / "paper.csv").read_text().splitlines()))
 PAPER_FLAGS = ("--soft", "tokens", "--select", "threshold")  # whatever the defaults are: what the paper ran
-RELEASED_FLAGS = (
-    *("--soft", "tokens", "--select", "topk", "--kl", "soft", "--diversity", "distance"),
-    *("--lambda_gauss", "1", "--lambda_kl", "0.1", "--lambda_cl_end", "-1", "--cmm_schedule", "cosine"),
-)
+
+
+def masks_of(config: str, base: str = "clmae_vit_base") -> tuple[str, ...]:
+    """The flags in which one of configs/ differs from another, but for the length of the run."""
+    folder = Path(__file__).parent.parent / "configs"
+    ours, theirs = (yaml.safe_load((folder / f"{name}.yaml").read_text()) for name in (config, base))
+    changed = {
+        f"--{name}": str(value) for name, value in ours.items() if theirs.get(name) != value and name != "epochs"
+    }
+    return tuple(word for flag in changed.items() for word in flag)
+
+
+RELEASED_FLAGS = masks_of("released")
 EVALUATIONS = {"knn": "main_knn", "linprobe": "main_linprobe", "fewshot": "main_fewshot"}
 SPLITS = {"aid": "--split 0.5", "airbus": "--split 0.8", "ahe": "", "sea_animals": "--split 0.9", "sport_balls": ""}
 
@@ -31,8 +42,7 @@ SCALES = {
     # 200 ImageNet classes, drawn with --class_seed 0, with upstream's batch and rate. The paper does not state its
     # number of epochs; 400 is the default of main_pretrain.py.
     "full": Scale(
-        pretrain="--model mae_vit_base --norm_pix_loss --global_batch_size 4096 --epochs 400 --warmup_epochs 40 "
-        "--blr 1.5e-4",
+        pretrain="--config configs/clmae_vit_base.yaml",
         evaluate={"knn": "", "linprobe": "--runs 3", "fewshot": "--runs 3"},
         data={"folder": ("--num_classes 200", "")},
         downstream={name: f"--data_path {{path}}/{name} {split}" for name, split in SPLITS.items()},
@@ -41,17 +51,16 @@ SCALES = {
     # Minutes per run on one core. With so few images, upstream's rate for linear probing stops far from the optimum,
     # below few-shot probing.
     "small": Scale(
-        pretrain="--model mae_vit_micro_patch4 --norm_pix_loss --batch_size 64 --epochs 8 --warmup_epochs 1 "
-        "--blr 4e-3 --save_every 1 --num_workers 0",
+        pretrain="--config configs/laptop.yaml",
         evaluate={
             "knn": "--num_workers 0",
             "linprobe": "--num_workers 0 --cache_features --runs 3 --lr_grid 0.1 0.3 1 3 10",
             "fewshot": "--num_workers 0 --runs 3",
         },
         data={
-            **dict.fromkeys(("folder", "cifar10", "cifar100", "stl10"), ("--max_images 6400", "--input_size 32")),
+            **dict.fromkeys(("folder", "cifar10", "cifar100", "stl10"), ("--max_images 6400", "")),
             "fashion_mnist": ("--max_images 6400", "--input_size 28 --in_chans 1"),
-            "shapes": ("--shapes_images 6400", "--input_size 32"),
+            "shapes": ("--shapes_images 6400", ""),
         },
         downstream={"shapes": "--data_set shapes --shapes_images 6400"},
         clmae_over_mae=4.77,

@@ -1,6 +1,7 @@
 """Flags that several programs share, as groups: the same names, defaults and help texts everywhere. No torch here, so
 that --help is quick."""
 
+import importlib.util
 import os
 from argparse import Namespace, _ArgumentGroup
 
@@ -10,6 +11,7 @@ DEFAULT_OUTPUT_DIR = "./output_dir"
 DEFAULT_DATA_PATH = "data/imagenet"
 DATA_SETS = ("folder", "cifar10", "cifar100", "stl10", "fashion_mnist", "shapes")
 CHANNELS = (1, 3, 4)  # grey, RGB, RGBA
+TRACKERS = ("tensorboard", "wandb", "trackio")
 
 
 def add_data_arguments(parser: ArgumentParser) -> None:
@@ -58,8 +60,21 @@ def add_data_arguments(parser: ArgumentParser) -> None:
     data.set_defaults(pin_mem=True)
 
 
+def add_config_argument(group: _ArgumentGroup) -> None:
+    group.add_argument("--config", metavar="FILE", help="YAML file of flags, as a run writes it; given flags win")
+
+
 def add_saving_arguments(group: _ArgumentGroup) -> None:
-    """When a training run is saved, and how it resumes."""
+    """What a training run reads its settings from, where it is tracked, when it is saved, and how it resumes."""
+    add_config_argument(group)
+    group.add_argument(
+        "--track",
+        nargs="*",
+        default=["tensorboard"],
+        choices=TRACKERS,
+        metavar="NAME",
+        help=f"any of {', '.join(TRACKERS)}; without a name: none",
+    )
     group.add_argument(
         "--save_minutes",
         default=15,
@@ -127,6 +142,7 @@ def add_encoder_arguments(parser: ArgumentParser) -> None:
 def add_result_arguments(parser: ArgumentParser) -> None:
     """Where an evaluation leaves its results, and the features it extracts."""
     out = parser.add_argument_group("output and cache")
+    add_config_argument(out)
     out.add_argument("--output_dir", default=DEFAULT_OUTPUT_DIR, help="results.jsonl, predictions; '' writes nothing")
     out.add_argument("--log_dir", default=DEFAULT_OUTPUT_DIR, help="TensorBoard; follows --output_dir unless given")
     out.add_argument("--data_name", help="the data's name in tables; default: its folder or set")
@@ -184,5 +200,8 @@ def settle_shared_args(args: Namespace) -> None:
         args.input_size = [sides[0], sides[-1]]
     if args.dist_on_itp or (args.world_size > 1 and "WORLD_SIZE" not in os.environ):
         raise UserError("--dist_on_itp and --world_size start nothing; use torchrun for several processes")
+    for name in getattr(args, "track", []):
+        if (spec := importlib.util.find_spec(name)) is None or spec.origin is None:  # a folder of that name has none
+            raise UserError(f"--track {name} needs a package that is not installed: pip install {name}")
     if args.log_dir == DEFAULT_OUTPUT_DIR:
         args.log_dir = args.output_dir

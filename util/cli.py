@@ -18,17 +18,25 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NoReturn, TypeVar
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
 
 from tqdm import tqdm
 
 logger = logging.getLogger("clmae")
 
+ROOT = Path(__file__).resolve().parent.parent
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # requests for an orderly stop
 LOG_INTERVAL = 20  # iterations between reports
 LONGEST_NAME = 150  # bytes; file systems take 255, and a file's name holds more than this one
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 CONTROLS = re.compile(r"\033(?!\[[01]m)|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f]")  # all but \n, \t and our bold print
+# Flags that say where a run lives, not what it is: a copy of its config must neither write to nor resume the original.
+PLACES = {
+    *("config", "output_dir", "log_dir", "resume", "allow_changes", "device"),
+    *("world_size", "local_rank", "dist_on_itp", "dist_url"),
+}
 Item = TypeVar("Item")
 
 
@@ -74,17 +82,74 @@ class ArgumentParser(argparse.ArgumentParser):
         super().__init__(*args, allow_abbrev=False, **kwargs)
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[override]
-        argv = sys.argv[1:] if args is None else args
-        for word in argv:
+        """A file that `--config` names, where a program has this flag, changes defaults."""
+        argv = [self.with_underscores(word) for word in self.valid(sys.argv[1:] if args is None else args)]
+        found, rest = super().parse_known_args(argv, namespace)
+        if path := vars(found).pop("config", None):
+            vars(found).clear()
+            vars(found).update(self.read_config(path))  # argparse does not touch what is there, unless a flag does
+            found, rest = super().parse_known_args(argv, found)
+            delattr(found, "config")
+        return found, rest
+
+    def valid(self, words: list[str], where: str = "") -> list[str]:
+        for word in words:
             if "\0" in word or word.encode(errors="ignore").decode() != word:
-                self.error(f"{word!a}: names and paths must be valid UTF-8")
-        return super().parse_known_args([self.with_underscores(word) for word in argv], namespace)
+                self.error(f"{where}{word!a}: names and paths must be valid UTF-8")
+        return words
 
     def with_underscores(self, word: str) -> str:
         flag, equals, value = word.partition("=")
         underscored = "--" + flag[2:].replace("-", "_")
         known = flag.startswith("--") and underscored in self._option_string_actions
         return underscored + equals + value if known else word
+
+    def read_config(self, path: str) -> dict[str, Any]:
+        """The settings in a YAML file, by name. A relative path may lead from here or from the project's folder."""
+        import yaml
+
+        try:
+            text = (Path(path) if os.path.exists(path) else ROOT / path).read_text("utf-8")
+            entries = yaml.safe_load(text) or {}
+        except OSError as error:
+            self.error(f"--config {path}: {error.strerror}")
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            self.error(f"--config {path} is not valid YAML: {error}")
+        if not isinstance(entries, dict):
+            self.error(f"--config {path}: every line must be a flag and its value, as in epochs: 400")
+        flags = (action for action in self._actions if action.option_strings)
+        known = {action.dest: action for action in flags if action.dest not in ("help", "config")}
+        for name in entries:
+            if name not in known:
+                nearest = "".join(f"; did you mean {near}?" for near in get_close_matches(str(name), known, 1))
+                self.error(f"--config {path}: {name} is unknown{nearest}")
+        return {name: self.as_given(known[name], value, f"--config {path}: {name}") for name, value in entries.items()}
+
+    def as_given(self, action: argparse.Action, value: Any, where: str) -> Any:
+        """A value of a file, converted and checked as if it came from the command line."""
+        if action.nargs == 0:
+            return value if isinstance(value, bool) else self.error(f"{where} must be true or false")
+        values = value if isinstance(value, list) and action.nargs else [value]
+        if not all(type(part) in (str, int, float) for part in values) or not (values or action.nargs == "*"):
+            several = ", or a list of them" if action.nargs else ""
+            self.error(f"{where} must be a number or text{several}; quote what YAML reads otherwise, as in 'off'")
+        try:
+            return self._get_values(action, self.valid([str(part) for part in values], f"{where}: "))
+        except (argparse.ArgumentError, ValueError) as error:
+            self.error(f"{where}: {getattr(error, 'message', error)}")
+
+    def config_text(self, args: argparse.Namespace) -> str:
+        """What `--config` takes to repeat a run, from its flags before anything is filled in: what was left to be
+        derived, such as a learning rate from the batch, is left out."""
+        import yaml
+
+        parts = [f"# Repeats this run: python {self.prog} --config FILE. Flags on the command line win.\n"]
+        for group in self._action_groups:
+            names = dict.fromkeys(action.dest for action in group._group_actions if action.dest not in PLACES)
+            flags = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
+            if flags:
+                parts.append(f"# {group.title}\n{yaml.safe_dump(flags, sort_keys=False, allow_unicode=True)}")
+        return "\n".join(parts)
 
     def error(self, message: str) -> NoReturn:
         self.exit(UserError.exit_code, f"{self.prog}: {plain(message)} (see --help)\n")

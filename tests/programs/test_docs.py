@@ -53,7 +53,9 @@ def test_flags_in_commands_exist():
                 assert set(flags) <= known | {"--task", "--help"}, (page.name, line)
 
 
-IMAGENET = re.compile(r"(torchrun .*main|submitit)_pretrain\.py.*--model mae_vit_(base|large|huge)")
+IMAGENET = re.compile(
+    r"(torchrun .*main|submitit)_pretrain\.py.*--(model mae_vit|config configs/clmae_vit)_(base|large|huge)"
+)
 
 
 def test_imagenet_commands_train_at_the_papers_rate():

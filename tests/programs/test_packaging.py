@@ -9,7 +9,8 @@ import pytest
 from packaging.requirements import Requirement
 from processes import ENVIRONMENT, ROOT, run_to_end
 
-PACKAGES = ("util", "tools", "experiments", "benchmarks")
+PACKAGES = ("util", "tools", "experiments", "benchmarks", "configs")
+SUFFIXES = (".py", ".csv", ".json", ".html", ".yaml")
 
 
 def read_requirements(name: str) -> list[Requirement]:
@@ -49,7 +50,7 @@ def test_every_module_and_data_file_is_installed_and_nothing_else(clone, distrib
     """A module of the root that pyproject.toml does not list is missing here; recorded results stay in the tree."""
     wanted = {path.name for path in clone.glob("*.py")} - {"hubconf.py"}
     for package in PACKAGES:
-        paths = (path for path in (clone / package).rglob("*") if path.suffix in (".py", ".csv", ".json", ".html"))
+        paths = (path for path in (clone / package).rglob("*") if path.suffix in SUFFIXES)
         wanted |= {path.relative_to(clone).as_posix() for path in paths if path.parent.name != "results"}
     found = {str(path) for path in distribution.files or ()}
     assert {name for name in found if ".dist-info/" not in name} == wanted
@@ -79,7 +80,10 @@ def test_the_models_import_from_any_folder(elsewhere, installed):
 
 
 def test_a_program_runs_from_any_folder(elsewhere):
-    assert "--mask_ratio" in elsewhere("-m", "main_pretrain", "--help")
+    """And finds the configs, which the recipes use."""
+    assert "--mask_ratio" in elsewhere("-m", "main_pretrain", "--config", "configs/cheap.yaml", "--help")
+    shown = elsewhere("-m", "experiments.run", "losses", "--data_set", "shapes", "--dry_run")
+    assert "--config configs/laptop.yaml" in shown
 
 
 def test_constraints_meet_the_requirements():

@@ -96,8 +96,9 @@ class Report:
         if self.folder:  # what cannot be written fails now, rather than after hours of work
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / RESULTS).open("a").close()
-        if args.log_dir and is_main_process() and log_writer is None:
-            self.log_writer = Board(args.log_dir)
+        if is_main_process() and log_writer is None:
+            self.log_writer = Board()
+            self.log_writer.open(["tensorboard"], args)
 
     def scalar(self, name: str, value: float, step: int) -> None:
         if self.log_writer:

@@ -38,7 +38,7 @@ class Monitor:
     def after_epoch(
         self, epoch: int, model: "MaskedAutoencoderViT", masking: "Masking", log_writer: Board | None
     ) -> dict[str, float]:
-        """The metrics that are due after `epoch`; the picture goes to TensorBoard."""
+        """The metrics that are due after `epoch`; the picture goes to the trackers."""
         metrics = {}
         if self.due(epoch, self.args.vis_every) and self.watched is not None:
             metrics |= self.look_at_masks(self.watched, epoch, model, masking, log_writer)
@@ -64,7 +64,7 @@ class Monitor:
         index = torch.arange(len(imgs))
         ask = masking.ask(imgs, index, epoch, (epoch + 1) / self.args.epochs)
         loss, pred, mask = model(imgs, ask.mask_ratio, **masking.choose(ask, values))
-        if log_writer is not None:
+        if log_writer:
             n = PICTURED_IMAGES
             picture = mask_picture(model, imgs[:n], pred[:n], mask[:n], None if values is None else values[:n])
             log_writer.add_image("image, score, mask, reconstruction", picture, (epoch + 1) * 1000)

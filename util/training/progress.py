@@ -195,23 +195,25 @@ class EpochLog:
 # --- log.txt: a JSON line per epoch, with upstream's keys ---
 
 
-def prepare_output(args: Namespace, start: Start, steps_per_epoch: int, classes: list[str]) -> Board | None:
-    """Make the folders, write down the classes in use, and drop log lines of epochs that will be trained again."""
+def prepare_output(
+    log_writer: Board, config: str, start: Start, steps_per_epoch: int, classes: list[str], args: Namespace
+) -> None:
+    """Make the folders, write down config and classes, drop log lines of epochs that will be trained again, and open
+    the trackers."""
     if not is_main_process():
-        return None
+        return
     if args.output_dir:
         output_dir = Path(args.output_dir)
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
+            write_text(output_dir / "config.yaml", config)
             if classes:
                 write_text(output_dir / "classes.txt", "".join(name.replace("\n", " ") + "\n" for name in classes))
             drop_log_lines(output_dir / LOG, start.epoch)
         except OSError as error:
             raise UserError(f"--output_dir {output_dir} cannot be written: {error.strerror}") from None
-    if not args.log_dir:
-        return None
-    shown_up_to = int((start.epoch + start.steps_done / steps_per_epoch) * 1000)  # on TensorBoard's axis
-    return Board(args.log_dir, purge_step=shown_up_to + 1)
+    shown_up_to = int((start.epoch + start.steps_done / steps_per_epoch) * 1000)  # on the trackers' axis
+    log_writer.open(args.track, args, shown_up_to)
 
 
 def drop_log_lines(log: Path, start_epoch: int) -> None:

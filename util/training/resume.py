@@ -21,7 +21,7 @@ FIRST_SCALE = 2.0**16  # of a gradient scaler; lower ones tell of steps that wer
 # Flags that may change from one part of a run to the next: they change no result but for rounding. Others must agree.
 # Some are compared by what they lead to (see `identity`): where the images lie may change, the images may not.
 FREE = {
-    *("output_dir", "log_dir", "save_every", "save_minutes", "keep", "vis_every", "knn_every"),
+    *("output_dir", "log_dir", "track", "save_every", "save_minutes", "keep", "vis_every", "knn_every"),
     *("resume", "init", "finetune", "start_epoch", "allow_changes", "eval", "dist_eval", "data_name", "classes"),
     *("data_path", "download", "file_list", "class_list", "max_bad_images", "num_workers", "pin_mem"),
     *(
