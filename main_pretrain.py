@@ -119,7 +119,7 @@ def get_args_parser() -> ArgumentParser:
         choices=["threshold", "topk"],
         help="what stays visible: Z >= 0.5, as the paper, or the (1 - mask_ratio) largest, as its authors' code",
     )
-    learned.add_argument("--lambda_gauss", default=10.0, type=non_negative, help="weight: Z decisive")
+    learned.add_argument("--lambda_gauss", type=non_negative, help="weight: Z decisive; default: tokens 10, attention 20")
     learned.add_argument("--lambda_kl", default=1.0, type=non_negative, help="weight: masks hit the target ratio")
     learned.add_argument("--lambda_div", default=2.0, type=non_negative, help="weight: masks of images differ")
     learned.add_argument(
@@ -240,10 +240,12 @@ def settle_mask_args(args: Namespace) -> None:
     args.soft = args.soft or "tokens"
     consistent = curriculum and args.soft == "attention"
     args.select = args.select or "threshold"
+    if args.lambda_gauss is None:
+        args.lambda_gauss = 20.0 if consistent else 10.0
     if args.lambda_pos is None:
         args.lambda_pos = 1.0 if consistent else 0.0
     if args.lambda_cl_end is None:
-        args.lambda_cl_end = (-0.3 if consistent else -0.1) if curriculum else -1.0
+        args.lambda_cl_end = (-0.25 if consistent else -0.1) if curriculum else -1.0
     if args.mask_ratio_start is not None and curriculum and args.select == "threshold":
         raise UserError("--mask_ratio_start needs masks of an exact ratio: add --select topk, or another --masking")
 

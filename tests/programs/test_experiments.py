@@ -20,6 +20,7 @@ from experiments import run as runner
 from experiments import runner as machines
 from experiments.plan import expand, run_name
 from experiments.recipes import PAPER, RECIPES, SCALES
+from main_pretrain import settle_mask_args
 from util.cli import UserError
 from util.evaluation.compare import mcnemar
 
@@ -60,6 +61,13 @@ def call(program, tiny, tmp_path):
 
 def at_full_scale(name):
     return expand(RECIPES[name], arguments(name, "--scale", "full", "--data_path", "in", "--downstream_path", "down"))
+
+
+def settled_at_full_scale(name):
+    for run in at_full_scale(name):
+        args = run.pretrain.args()
+        settle_mask_args(args)
+        yield args, run
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -105,18 +113,17 @@ def test_every_accuracy_of_the_paper_is_beside_the_evaluation_that_repeats_it():
     ],
 )
 def test_tuning_tables_keep_what_was_chosen_before(name, kl, curriculum, diversity):
-    for run in at_full_scale(name):
-        args = run.pretrain.args()
+    for args, run in settled_at_full_scale(name):
         assert getattr(args, name) == float(run.variant.paper[name])
         assert kl in (None, args.lambda_kl)
         assert diversity in (None, args.lambda_div)
         assert args.no_curriculum is not curriculum
         assert name == "lambda_gauss" or args.lambda_gauss == 10
-        assert name == "cmm_depth" or args.cmm_depth in (None, 5)
+        assert name == "cmm_depth" or args.cmm_depth == 5
 
 
 def test_the_loss_ablation_adds_one_loss_after_the_other():
-    flags = [run.pretrain.args() for run in at_full_scale("losses")]
+    flags = [args for args, _ in settled_at_full_scale("losses")]
     on = [(a.lambda_gauss > 0, a.lambda_kl > 0, a.lambda_div > 0, not a.no_curriculum) for a in flags]
     assert flags[0].masking == "random"
     assert on[1:] == [(True,) + (False,) * 3, (True,) * 2 + (False,) * 2, (True,) * 3 + (False,), (True,) * 4]
