@@ -22,7 +22,7 @@ import timm
 from masking import masking_of
 from models_cmm import MaskingViT
 from models_mae import MaskedAutoencoderViT
-from models_vit import SIZES, VisionTransformer, encoder_of, encoder_weights, infer_model, mae_of, resolve_checkpoint
+from models_vit import SIZES, VisionTransformer, encoder_of, encoder_weights, infer_model, mae_of
 from tools.huggingface import Model, hf_config, hf_weights, image_size
 from util import checkpoint as ckpt
 from util.cli import ArgumentParser, UserError, logger, run
@@ -49,7 +49,7 @@ def get_args_parser() -> ArgumentParser:
 
 def main(args: Namespace) -> None:
     check_args(args)
-    path = resolve_checkpoint(args.checkpoint, "CHECKPOINT")
+    path = ckpt.resolve_checkpoint(args.checkpoint, "CHECKPOINT")
     output = Path(args.output) if args.output else default_output(path, args)
     check_output(output, path, args)
     lines = export(path, output, args)
