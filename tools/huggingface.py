@@ -9,6 +9,7 @@ import torch
 
 from models_mae import MaskedAutoencoderViT
 from models_vit import VisionTransformer
+from util.datasets import pixel_statistics, resized_side
 from util.hub import hf_names
 
 Model = MaskedAutoencoderViT | VisionTransformer
@@ -55,6 +56,25 @@ def hf_config(model: Model, mask_ratio: float) -> dict:
         **{f"decoder_{name}": value for name, value in hf_sizes(model.decoder_blocks).items()},
         "mask_ratio": mask_ratio,
         "norm_pix_loss": model.norm_pix_loss,
+    }
+
+
+def hf_preprocessor(model: Model, mean: list[float] | None, std: list[float] | None) -> dict:
+    """preprocessor_config.json: the transform of our evaluations; without own statistics, ImageNet's."""
+    (height, width), default = image_size(model), pixel_statistics(model.patch_embed.proj.in_channels)
+    return {
+        "image_processor_type": "BitImageProcessor",  # of those with a centre crop, the plainest
+        "do_resize": True,
+        "size": {"shortest_edge": resized_side((height, width))},
+        "resample": 3,  # bicubic
+        "do_center_crop": True,
+        "crop_size": {"height": height, "width": width},
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": mean or default[0],
+        "image_std": std or default[1],
+        "do_convert_rgb": model.patch_embed.proj.in_channels == 3,
     }
 
 

@@ -385,6 +385,7 @@ def read_safetensors(path: str | Path) -> dict:
 def args_in(metadata: dict[str, str]) -> dict:
     """The flags that a model needs, from a header of texts; those in another form are another program's."""
     forms = {"input_size": r"\[\d+, \d+\]", "mask_ratio": r"0\.\d+", "norm_pix_loss": "true|false"}
+    forms |= dict.fromkeys(("mean", "std"), r"\[\d+(\.\d+)?(, \d+(\.\d+)?)*\]")
     return {name: json.loads(metadata[name]) for name in forms if re.fullmatch(forms[name], metadata.get(name, ""))}
 
 

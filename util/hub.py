@@ -50,11 +50,7 @@ def weights_in(folder: Path) -> list[Path]:
 def fetch_snapshot(name: str, flag: str) -> Path:
     """The folder of a snapshot on the Hub. A cached one is taken as it is: a run resumes from the same weights, and
     nodes without network find what was fetched before."""
-    try:
-        import huggingface_hub
-    except ImportError:
-        raise UserError(f"{flag} {name} needs huggingface_hub: pip install huggingface_hub") from None
-    repository = name.removeprefix(PREFIX)
+    huggingface_hub, repository = library(flag), name.removeprefix(PREFIX)
     try:
         folder = Path(huggingface_hub.snapshot_download(repository, local_files_only=True))
         if weights_in(folder):
@@ -70,6 +66,14 @@ def fetch_snapshot(name: str, flag: str) -> Path:
             f"{flag} {name} is not cached and cannot be downloaded ({reason(error)}); check the name and the network, "
             "or name a folder with its config.json and weights"
         ) from None
+
+
+def library(flag: str) -> Any:
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise UserError(f"{flag} needs huggingface_hub: pip install huggingface_hub") from None
+    return huggingface_hub
 
 
 def reason(error: Exception) -> str:
