@@ -53,11 +53,8 @@ def hub_result(result: dict) -> dict:
 def result_cells(result: dict) -> list[str]:
     protocol = PROTOCOLS.get(result["protocol"], result["protocol"])
     protocol += f" ({result['shots']} per class)" if "shots" in result else ""
-    return [markdown(str(value)) for value in (protocol, result["data"], result["pooling"], *accuracies(result))]
-
-
-def accuracies(result: dict) -> tuple[str, str]:
-    return f"{result['acc1']:.2f}", f"{result['acc5']:.2f}"
+    accuracy = [f"{result[name]:.2f}" for name in ("acc1", "acc5")]
+    return [markdown(str(value)) for value in (protocol, result["data"], result["pooling"], *accuracy)]
 
 
 def code(title: str, lines: str) -> list[str]:
