@@ -51,7 +51,7 @@ def hub_result(result: dict) -> dict:
 
 
 def result_cells(result: dict) -> list[str]:
-    protocol = PROTOCOLS.get(result["protocol"], result["protocol"])
+    protocol: str = PROTOCOLS.get(result["protocol"]) or result["protocol"]
     protocol += f" ({result['shots']} per class)" if "shots" in result else ""
     accuracy = [f"{result[name]:.2f}" for name in ("acc1", "acc5")]
     return [markdown(str(value)) for value in (protocol, result["data"], result["pooling"], *accuracy)]
