@@ -157,26 +157,22 @@ def header(entries: dict) -> dict[str, str]:
 def training(checkpoint: dict) -> dict[str, object]:
     args, epoch = ckpt.settings_of(checkpoint), checkpoint.get("epoch")
     images = re.match(r"(\d+) images", args.get("data_identity") or "")
-    masks = masks_of(args)
+    masks = masking_name(args.get("masking", "random"))
     return {
         "method": method(args),
         "epochs": epoch + 1 if isinstance(epoch, int) else None,  # whole ones
         "planned_epochs": args.get("epochs"),
         "data": trained_on(args),
         "images": images and int(images[1]),
-        "command": training_command(args, trained_on(args), masking_name(masks)) if masks else None,
+        "command": training_command(args, trained_on(args), masks) if method(args) else None,
         **{name: args.get(name) for name in ("mask_ratio", "norm_pix_loss", "commit", "mean", "std")},
     }
 
 
-def masks_of(args: dict) -> str | None:
-    """None for what is not of a pretraining. Upstream has no flag for masks."""
-    return args.get("masking", "random") if "mask_ratio" in args else None
-
-
 def method(args: dict) -> str | None:
-    if (masking := masks_of(args)) is None:
+    if "mask_ratio" not in args:  # no pretraining's
         return None
+    masking = args.get("masking", "random")  # upstream has no flag for it
     return {"random": "MAE", "curriculum": "CL-MAE"}.get(masking, f"MAE with {masking_name(masking)} masks")
 
 
