@@ -32,23 +32,25 @@ def _own_modules(*names: str) -> list:
         _sys.modules.update(theirs)
 
 
-_models_mae, _models_vit, _masking, _ = _own_modules("models_mae", "models_vit", "masking", "models_cmm")
+_modules = _own_modules("models_mae", "models_vit", "masking", "util.checkpoint", "models_cmm")
+_models_mae, _models_vit, _masking, _checkpoint, _ = _modules
 
 
 def encoder(checkpoint: str, global_pool: bool = False, input_size: tuple[int, int] | None = None):
     """The frozen encoder of a checkpoint, in evaluation mode; the model and its input size are read off the file.
 
-    checkpoint   a file of this project or of upstream MAE, whole or encoder alone, or a run's folder
+    checkpoint   a file of this project or of upstream MAE, whole or encoder alone, a run's folder, or a model of
+                 transformers or timm: its folder or, such as hf-hub:facebook/vit-mae-base, its name on the Hub
     global_pool  features are the normalised mean of the patch tokens, instead of the [CLS] token
     input_size   (height, width) of the images, if it shall be another than in training
     """
-    path = _models_vit.resolve_checkpoint(checkpoint, "checkpoint")
+    path = _checkpoint.resolve_checkpoint(checkpoint, "checkpoint")
     return _models_vit.load_encoder(path, global_pool=global_pool, input_size=input_size)
 
 
 def mae(checkpoint: str):
     """The whole masked autoencoder of a checkpoint, ready to train: `loss, pred, mask = mae(imgs)`."""
-    return _models_vit.load_mae(_models_vit.resolve_checkpoint(checkpoint, "checkpoint"))
+    return _models_vit.load_mae(_checkpoint.resolve_checkpoint(checkpoint, "checkpoint"))
 
 
 def masking_module(checkpoint: str):
@@ -56,20 +58,20 @@ def masking_module(checkpoint: str):
 
     checkpoint   a file or folder of a run with learned masks, or what `tools.export --format masking` wrote
     """
-    return _masking.load_module(_models_vit.resolve_checkpoint(checkpoint, "checkpoint"))
+    return _masking.load_module(_checkpoint.resolve_checkpoint(checkpoint, "checkpoint"))
 
 
 def _entries(name: str) -> tuple:
     def vit(checkpoint: str | None = None, **kwargs):
         if checkpoint is None:
             return _models_vit.MODELS[name](**kwargs)
-        path = _models_vit.resolve_checkpoint(checkpoint, "checkpoint")
+        path = _checkpoint.resolve_checkpoint(checkpoint, "checkpoint")
         return _models_vit.load_encoder(path, model=name, **kwargs)
 
     def mae_vit(checkpoint: str | None = None, **kwargs):
         if checkpoint is None:
             return _models_mae.build_mae(f"mae_{name}", **kwargs)
-        path = _models_vit.resolve_checkpoint(checkpoint, "checkpoint")
+        path = _checkpoint.resolve_checkpoint(checkpoint, "checkpoint")
         return _models_vit.load_mae(path, model=f"mae_{name}", **kwargs)
 
     new = "without one, a new model, whose constructor gets the keyword arguments"

@@ -128,7 +128,7 @@ from pathlib import Path
 import torch
 
 from engine_finetune import Objective, evaluate, test_metrics, train_one_epoch
-from models_vit import classifier_of, resolve_checkpoint, with_head
+from models_vit import classifier_of, with_head
 from util import checkpoint as ckpt
 from util.board import Board
 from util.data.augment import build_finetune_loader
@@ -292,7 +292,7 @@ def test_again(args: Namespace) -> None:
     """Test a fine-tuned checkpoint, whose own settings count."""
     settle_shared_args(args)
     device = init_distributed_mode(args)
-    path = resolve_checkpoint(args.resume, "--resume")
+    path = ckpt.resolve_checkpoint(args.resume, "--resume")
     checkpoint = ckpt.load_checkpoint(path)
     shape = dict(model=args.model, input_size=args.input_size, in_chans=args.in_chans)
     classifier = classifier_of(checkpoint, str(path), **shape)

@@ -168,9 +168,13 @@ def get_args_parser() -> ArgumentParser:
     out.add_argument("--log_dir", default=DEFAULT_OUTPUT_DIR, help="TensorBoard; follows --output_dir unless given")
     add_saving_arguments(out)
     out.add_argument("--vis_every", default=1, type=count_or_zero, help="epochs between pictures of masks; 0: none")
-    out.add_argument("--knn_every", default=0, type=count_or_zero, help="epochs between quick kNN checks; 0: none")
+    out.add_argument(
+        "--knn_every",
+        type=count_or_zero,
+        help="epochs between quick kNN checks; 0: none; default, with labels: ten in a run, or what 2%% of it allow",
+    )
     out.add_argument("--resume", default="", help="checkpoint to continue, or auto: the newest in --output_dir")
-    out.add_argument("--init", default="", help="checkpoint whose weights alone start a new run, such as an MAE's")
+    out.add_argument("--init", default="", help="what --finetune of evaluations takes: its weights start a new run")
 
     machine = add_machine_arguments(parser)
     machine.add_argument("--compile", action="store_true", help="compile the transformer blocks with torch.compile")

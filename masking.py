@@ -469,6 +469,12 @@ class Masking:
         return {"visible": chosen} if chosen.dtype == torch.bool else {"noise": chosen.float()}
 
 
+def as_noise(masks: dict[str, torch.Tensor]) -> torch.Tensor:
+    """What `Masking.choose` returns, as noise [N, L] for autoencoders of others: visible patches have the smallest
+    values. Such autoencoders keep one number of patches; it is exact for masks that have that number."""
+    return masks["noise"] if "noise" in masks else (~masks["visible"]).float()
+
+
 def masking_of(checkpoint: dict, model: Autoencoder, source: str) -> Masking:
     """The masks of a checkpoint's run, with the trained module of a learned strategy."""
     settings = MaskSettings.of(settings_of(checkpoint))

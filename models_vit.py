@@ -16,12 +16,11 @@ import torch
 
 from models_mae import MaskedAutoencoderViT, build_mae, check_divisible, vit_layer_norm
 from util.checkpoint import (
-    LAST,
+    check_heads,
     check_numbers,
     check_weights,
     load_checkpoint,
     load_weights,
-    numbered_checkpoints,
     settings_of,
     weights_of,
 )
@@ -135,6 +134,7 @@ def encoder_of(
     except ValueError as error:
         raise UserError(f"--model {name} with --input_size: {error}") from None
     fit_weights(encoder, weights, trained_size, source)
+    check_heads(encoder, checkpoint, source)
     return encoder.requires_grad_(False).eval()
 
 
@@ -185,18 +185,9 @@ def mae_of(checkpoint: dict, source: str, *, model: str | None = None) -> Masked
     except ValueError as error:
         raise UserError(f"{source}: {error}") from None
     check_weights(mae, weights, source)
+    check_heads(mae, checkpoint, source)
     mae.load_state_dict({key: value.float() for key, value in weights.items()}, assign=True)
     return mae
-
-
-def resolve_checkpoint(path: str, flag: str = "--finetune") -> Path:
-    """`path` itself or, for a run's folder, its newest checkpoint; one of a whole epoch, if there is any."""
-    if not Path(path).is_dir():
-        return Path(path)
-    found = [*numbered_checkpoints(Path(path)), *Path(path).glob(LAST)]
-    if not found:
-        raise UserError(f"{flag} {path} is a folder without checkpoint-N.pth")
-    return found[0]
 
 
 def random_weights(

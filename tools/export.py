@@ -3,6 +3,7 @@
     python -m tools.export runs/clmae --format timm             # for timm.create_model: the encoder
     python -m tools.export runs/clmae --format hf               # a folder for transformers' ViTMAEForPreTraining
     python -m tools.export runs/clmae --format hf --encoder_only                                  # for its ViTModel
+    python -m tools.export runs/clmae --format hf --push_to_hub me/clmae         # and on the Hugging Face Hub
     python -m tools.export runs/clmae --format upstream         # a .pth of facebookresearch/mae, as it publishes them
     python -m tools.export runs/clmae --format safetensors --results eval/clmae    # with a description of the training
     python -m tools.export runs/clmae --format masking          # the trained masking module alone
@@ -22,15 +23,18 @@ import timm
 from masking import masking_of
 from models_cmm import MaskingViT
 from models_mae import MaskedAutoencoderViT
-from models_vit import SIZES, VisionTransformer, encoder_of, encoder_weights, infer_model, mae_of, resolve_checkpoint
-from tools.huggingface import Model, hf_config, hf_weights, image_size
+from models_vit import SIZES, VisionTransformer, encoder_of, encoder_weights, infer_model, mae_of
+from tools.card import OURS, model_card, training_command
+from tools.huggingface import Model, hf_config, hf_preprocessor, hf_weights, image_size
 from util import checkpoint as ckpt
+from util import hub
 from util.cli import ArgumentParser, UserError, logger, run
 from util.evaluation.features import file_hash
 from util.evaluation.results import read_results, results_file
 
 SUFFIXES = {"timm": ".safetensors", "hf": "", "upstream": ".pth", "safetensors": ".safetensors"}  # "": a folder
 SUFFIXES["masking"] = ".safetensors"
+CARD, FIGURE = "README.md", "figure.png"
 
 
 def get_args_parser() -> ArgumentParser:
@@ -43,17 +47,22 @@ def get_args_parser() -> ArgumentParser:
     parser.add_argument("--global_pool", action="store_true", help="for timm: the mean of the patch tokens, normalised")
     parser.add_argument("--cls_token", action="store_false", dest="global_pool", help="for timm: the [CLS] token")
     parser.set_defaults(global_pool=False)
-    parser.add_argument("--results", default=None, help="evaluation's folder or results.jsonl: note the accuracies")
+    parser.add_argument(
+        "--results", default=None, help="evaluation's folder or results.jsonl: note the accuracies; default: the run's"
+    )
+    parser.add_argument("--push_to_hub", metavar="NAME", help="with --format hf: upload it to the Hugging Face Hub")
     return parser
 
 
 def main(args: Namespace) -> None:
     check_args(args)
-    path = resolve_checkpoint(args.checkpoint, "CHECKPOINT")
+    path = ckpt.resolve_checkpoint(args.checkpoint, "CHECKPOINT")
     output = Path(args.output) if args.output else default_output(path, args)
     check_output(output, path, args)
     lines = export(path, output, args)
     logger.info("wrote %s; this loads it:\n%s", output, "\n".join(lines))
+    if args.push_to_hub:
+        push(output, args.push_to_hub)
 
 
 def export(path: Path, output: Path, args: Namespace) -> list[str]:
@@ -61,11 +70,14 @@ def export(path: Path, output: Path, args: Namespace) -> list[str]:
     checkpoint = ckpt.load_checkpoint(path)
     model = model_of(checkpoint, str(path), args)
     metadata = describe(checkpoint, model)
-    if args.results:
-        metadata |= noted_accuracies(results_file(Path(args.results)), path)
+    results = results_file(Path(args.results or path.parent))
+    if args.results or (results.is_file() and results.stat().st_size):
+        metadata |= noted_accuracies(results, path)
     output.parent.mkdir(parents=True, exist_ok=True)
     if args.format == "masking" and isinstance(model, MaskedAutoencoderViT):
         return write_masking(output, checkpoint, str(path), model, metadata)
+    if args.format == "hf":
+        return write_hf(output, model, metadata, args.push_to_hub or output.name, figure_of(path.parent))
     return WRITERS[args.format](output, model, metadata)
 
 
@@ -77,6 +89,10 @@ def check_args(args: Namespace) -> None:
         raise UserError("--encoder_only: --format masking writes the masking module; leave one of them out")
     if args.results and args.format == "upstream":
         raise UserError("--results: an upstream .pth has no place for accuracies; use --format safetensors")
+    if args.push_to_hub:
+        if args.format != "hf":
+            raise UserError("--push_to_hub uploads what --format hf writes; use that")
+        hub.library("--push_to_hub")  # if it is missing, say so before any work
 
 
 def default_output(path: Path, args: Namespace) -> Path:
@@ -141,13 +157,15 @@ def header(entries: dict) -> dict[str, str]:
 def training(checkpoint: dict) -> dict[str, object]:
     args, epoch = ckpt.settings_of(checkpoint), checkpoint.get("epoch")
     images = re.match(r"(\d+) images", args.get("data_identity") or "")
+    masks = masking_name(args.get("masking", "random"))
     return {
         "method": method(args),
         "epochs": epoch + 1 if isinstance(epoch, int) else None,  # whole ones
         "planned_epochs": args.get("epochs"),
         "data": trained_on(args),
         "images": images and int(images[1]),
-        **{name: args.get(name) for name in ("mask_ratio", "norm_pix_loss", "commit")},
+        "command": training_command(args, trained_on(args), masks) if method(args) else None,
+        **{name: args.get(name) for name in ("mask_ratio", "norm_pix_loss", "commit", "mean", "std")},
     }
 
 
@@ -237,21 +255,37 @@ def write_safetensors(output: Path, model: Model, metadata: dict[str, str]) -> l
     return [f"from models_vit import {load.split()[-1]}", f"{load}({quoted(output)})", f"{use}  # {shapes(model)}"]
 
 
-def write_hf(output: Path, model: Model, metadata: dict[str, str]) -> list[str]:
-    config = json.dumps(hf_config(model, ckpt.args_in(metadata).get("mask_ratio", 0.75)), indent=2) + "\n"
+def write_hf(output: Path, model: Model, metadata: dict[str, str], name: str, figure: Path | None) -> list[str]:
+    """A folder for transformers; `name` is the model's in its card, and `figure` goes into it."""
+    told = ckpt.args_in(metadata)
+    texts = {
+        hub.CONFIG: json.dumps(hf_config(model, told.get("mask_ratio", 0.75)), indent=2) + "\n",
+        hub.PREPROCESSOR: json.dumps(hf_preprocessor(model, told.get("mean"), told.get("std")), indent=2) + "\n",
+        CARD: model_card(name, metadata, hf_lines(model, name), figure and FIGURE),
+    }
+    if (output / CARD).exists() and OURS not in (output / CARD).read_text(encoding="utf-8", errors="replace"):
+        logger.info("%s is your own and is kept", output / CARD)
+        del texts[CARD]
     partial = ckpt.partial_of(output)
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
-        ckpt.save_safetensors(partial / "model.safetensors", hf_weights(model), metadata)
-        ckpt.write_text(partial / "config.json", config)
+        ckpt.save_safetensors(partial / hub.WEIGHTS[0], hf_weights(model), metadata)
+        for file, text in texts.items():
+            ckpt.write_text(partial / file, text)
+        if figure:
+            shutil.copyfile(figure, partial / FIGURE)
         if output.is_dir():  # its other files are not ours to remove
-            for name in ("model.safetensors", "config.json"):
-                ckpt.put_in_place(partial / name, output / name)
+            for file in partial.iterdir():
+                ckpt.put_in_place(file, output / file.name)
         else:
             ckpt.put_in_place(partial, output)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+    return hf_lines(model, output)
+
+
+def hf_lines(model: Model, name: str | Path) -> list[str]:
     if isinstance(model, MaskedAutoencoderViT):
         load, more, use = "mae = ViTMAEForPreTraining", "", "loss = mae(imgs).loss"
     else:
@@ -259,12 +293,29 @@ def write_hf(output: Path, model: Model, metadata: dict[str, str]) -> list[str]:
         use = "features = encoder(imgs).last_hidden_state[:, 0]"
     return [
         f"from transformers import {load.split()[-1]}",
-        f"{load}.from_pretrained({quoted(output)}{more})",
+        f"{load}.from_pretrained({quoted(name)}{more})",
         f"{use}  # {shapes(model)}",
     ]
 
 
-WRITERS = {"timm": write_timm, "hf": write_hf, "upstream": write_upstream, "safetensors": write_safetensors}
+def figure_of(run: Path) -> Path | None:
+    """A picture that main_visualize.py left in the run's folder: of the masks, if there is a choice."""
+    return min(run.glob("*.png"), key=lambda path: (path.stem != "masks", path.name), default=None)
+
+
+def push(folder: Path, name: str) -> None:
+    """Only our files: a folder may hold others."""
+    files = [hub.WEIGHTS[0], hub.CONFIG, hub.PREPROCESSOR, CARD, FIGURE]
+    try:
+        api = hub.library("--push_to_hub").HfApi()
+        repository = api.create_repo(name, exist_ok=True).repo_id
+        api.upload_folder(repo_id=repository, folder_path=folder, allow_patterns=files)
+    except Exception as error:  # of the network, of the Hub, of the token
+        raise UserError(f"--push_to_hub {name}: {hub.reason(error)}; the export stays in {folder}") from None
+    logger.info("uploaded to https://huggingface.co/%s", repository)
+
+
+WRITERS = {"timm": write_timm, "upstream": write_upstream, "safetensors": write_safetensors}
 
 
 def write_masking(

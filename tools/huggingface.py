@@ -1,35 +1,18 @@
 """Our weights and sizes in the terms of Hugging Face transformers, which is not needed here.
 
-The names are those of the files on the Hugging Face hub and of transformers 4.x; 5.x renames them on loading. Both
-4.57.6 and 5.22.2 load them without a missing or unexpected key; the tests repeat that with the installed version.
+Both 4.57.6 and 5.22.2 load them without a missing or unexpected key; the tests repeat that with the installed version.
 """
 
-import re
 from typing import Any
 
 import torch
 
 from models_mae import MaskedAutoencoderViT
 from models_vit import VisionTransformer
+from util.datasets import pixel_statistics, resized_side
+from util.hub import hf_names
 
 Model = MaskedAutoencoderViT | VisionTransformer
-
-HF_BLOCK = {
-    "norm1": ("layernorm_before",),
-    "attn.qkv": ("attention.attention.query", "attention.attention.key", "attention.attention.value"),
-    "attn.proj": ("attention.output.dense",),
-    "norm2": ("layernorm_after",),
-    "mlp.fc1": ("intermediate.dense",),
-    "mlp.fc2": ("output.dense",),
-}
-HF_ENCODER = {
-    "cls_token": "embeddings.cls_token",
-    "pos_embed": "embeddings.position_embeddings",
-    "patch_embed.proj.weight": "embeddings.patch_embeddings.projection.weight",
-    "patch_embed.proj.bias": "embeddings.patch_embeddings.projection.bias",
-    "norm.weight": "layernorm.weight",
-    "norm.bias": "layernorm.bias",
-}
 
 
 def image_size(model: Model) -> tuple[int, int]:
@@ -46,15 +29,6 @@ def hf_weights(model: Model) -> dict[str, torch.Tensor]:
         parts = value.chunk(len(names))  # query, key and value are rows of one matrix here, three matrices there
         weights |= {name: part.clone() for name, part in zip(names, parts, strict=True)}
     return weights
-
-
-def hf_names(key: str, encoder: str) -> list[str]:
-    """What transformers calls the weight `key`, or its parts; the encoder's begin with `encoder`."""
-    if block := re.fullmatch(r"(decoder_)?blocks\.(\d+)\.(.+)\.(weight|bias)", key):
-        decoder, number, module, kind = block.groups()
-        layer = f"decoder.decoder_layers.{number}" if decoder else f"{encoder}encoder.layer.{number}"
-        return [f"{layer}.{name}.{kind}" for name in HF_BLOCK[module]]
-    return [encoder + HF_ENCODER[key] if key in HF_ENCODER else f"decoder.{key}"]
 
 
 def hf_config(model: Model, mask_ratio: float) -> dict:
@@ -82,6 +56,25 @@ def hf_config(model: Model, mask_ratio: float) -> dict:
         **{f"decoder_{name}": value for name, value in hf_sizes(model.decoder_blocks).items()},
         "mask_ratio": mask_ratio,
         "norm_pix_loss": model.norm_pix_loss,
+    }
+
+
+def hf_preprocessor(model: Model, mean: list[float] | None, std: list[float] | None) -> dict:
+    """preprocessor_config.json: the transform of our evaluations; without own statistics, ImageNet's."""
+    (height, width), default = image_size(model), pixel_statistics(model.patch_embed.proj.in_channels)
+    return {
+        "image_processor_type": "BitImageProcessor",  # of those with a centre crop, the plainest
+        "do_resize": True,
+        "size": {"shortest_edge": resized_side((height, width))},
+        "resample": 3,  # bicubic
+        "do_center_crop": True,
+        "crop_size": {"height": height, "width": width},
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": mean or default[0],
+        "image_std": std or default[1],
+        "do_convert_rgb": model.patch_embed.proj.in_channels == 3,
     }
 
 

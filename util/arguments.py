@@ -127,7 +127,8 @@ def add_encoder_arguments(parser: ArgumentParser) -> None:
         "--checkpoint",
         default="",
         metavar="CHECKPOINT",
-        help="checkpoint of MAE or CL-MAE, or a run's folder; '': a random-weight baseline",
+        help="checkpoint of MAE or CL-MAE, a run's or transformers' folder, hf-hub:facebook/vit-mae-base, or "
+        "timm/vit_base_patch16_224.mae; '': a random-weight baseline",
     )
     encoder.add_argument("--model", help="such as vit_base_patch16; default: the checkpoint's")
     encoder.add_argument(

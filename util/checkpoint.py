@@ -34,6 +34,7 @@ import safetensors.torch
 import torch
 
 from util.cli import UserError, logger
+from util.hub import fetch_snapshot, in_our_terms, is_hub_name, weights_in
 
 SAFETENSORS = ".safetensors"
 SUM = "sha256"  # in the header of a safetensors file: of all its content
@@ -321,7 +322,7 @@ def load_checkpoint(path: str | Path, *, check: bool = True, mapped: bool = Fals
 
     Upstream pickles an argparse.Namespace into its files, which is the one class allowed here. Anything else that
     would run code is refused before it runs. A .safetensors file gives `model`, `metadata` (its header), and of `args`
-    what that header tells.
+    what that header tells. Weights of transformers and timm get our names, and the settings beside them are `args`.
 
     Without `check`, checksums are not verified: for a file that was checked before, or whose tensors do not matter.
     `mapped` tensors stay on the disk until they are used, and the processes of a machine share them. Copy those that
@@ -332,6 +333,7 @@ def load_checkpoint(path: str | Path, *, check: bool = True, mapped: bool = Fals
         if not (os.path.isfile(path) or os.path.isdir(path)) and os.path.exists(path):
             raise Damaged("it is not a regular file")  # a pipe would be waited for
         checkpoint = read_safetensors(path) if Path(path).suffix == SAFETENSORS else read_pth(path, check, mapped)
+        checkpoint = in_our_terms(checkpoint, Path(path))
     except Exception as error:  # zipfile, zlib, pickle, torch and safetensors have many for a damaged file
         if isinstance(error, MemoryError) or "allocate memory" in str(error):
             raise
@@ -383,6 +385,7 @@ def read_safetensors(path: str | Path) -> dict:
 def args_in(metadata: dict[str, str]) -> dict:
     """The flags that a model needs, from a header of texts; those in another form are another program's."""
     forms = {"input_size": r"\[\d+, \d+\]", "mask_ratio": r"0\.\d+", "norm_pix_loss": "true|false"}
+    forms |= dict.fromkeys(("mean", "std"), r"\[\d+(\.\d+)?(, \d+(\.\d+)?)*\]")
     return {name: json.loads(metadata[name]) for name in forms if re.fullmatch(forms[name], metadata.get(name, ""))}
 
 
@@ -414,6 +417,17 @@ def check_weights(model: torch.nn.Module, state_dict: dict, source: str) -> None
         )
 
 
+def check_heads(model: torch.nn.Module, checkpoint: dict, source: str) -> None:
+    """Refuse what loads but computes something else: no weight tells the number of heads, but a config.json does."""
+    for name, blocks in {"num_heads": "blocks", "decoder_num_heads": "decoder_blocks"}.items():
+        told = settings_of(checkpoint).get(name)
+        own = getattr(model, blocks)[0].attn.num_heads if told and hasattr(model, blocks) else told
+        if told != own:
+            raise UserError(
+                f"{source} has {name} {told}, but this model has {own}; its weights would mean another thing"
+            )
+
+
 def check_numbers(state_dict: dict, source: str, counters: Collection[str] = ()) -> None:
     """Refuse what is no weight: all are finite floating-point tensors, but for `counters`, which are integers."""
     for key, value in state_dict.items():
@@ -429,6 +443,18 @@ def check_numbers(state_dict: dict, source: str, counters: Collection[str] = ())
 def some_of(keys: list[str], most: int = 5) -> str:
     more = f" and {len(keys) - most} more" if len(keys) > most else ""
     return ", ".join(keys[:most]) + more
+
+
+def resolve_checkpoint(path: str, flag: str = "--finetune") -> Path:
+    """The file that `path` names: itself; of a run's folder the newest checkpoint, of a whole epoch if there is any; or
+    the weights of a snapshot of transformers or timm, given by its folder or by its name on the Hugging Face Hub."""
+    found = fetch_snapshot(path, flag) if is_hub_name(path) else Path(path)
+    if not found.is_dir():
+        return found
+    files = [*numbered_checkpoints(found), *found.glob(LAST), *weights_in(found)]
+    if not files:
+        raise UserError(f"{flag} {path} is a folder without checkpoint-N.pth, or config.json and model.safetensors")
+    return files[0]
 
 
 def numbered_checkpoints(folder: Path) -> list[Path]:

@@ -6,7 +6,7 @@ A sample depends on (seed, epoch, index) only, not on the number of workers or o
 import os
 import random
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -61,11 +61,18 @@ def probe_augmentation(args: Namespace) -> Augmentation:
 
 def build_eval_transform(args: Namespace) -> v2.Transform:
     """Upstream's for evaluation: resize, then centre crop; up to 224 px the crop is 7/8 of the resized side."""
-    side = max(args.input_size)
-    resized = int(side * 256 / 224) if side <= 224 else side
-    crop = v2.Resize(resized, interpolation=InterpolationMode.BICUBIC), v2.CenterCrop(args.input_size)
+    crop = (
+        v2.Resize(resized_side(args.input_size), interpolation=InterpolationMode.BICUBIC),
+        v2.CenterCrop(args.input_size),
+    )
     to_float = v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(*pixel_statistics(args.in_chans))
     return v2.Compose([*crop, *to_float])
+
+
+def resized_side(input_size: Sequence[int]) -> int:
+    """What the shorter side is resized to before the centre crop."""
+    side = max(input_size)
+    return int(side * 256 / 224) if side <= 224 else side
 
 
 def normalise(imgs: torch.Tensor) -> torch.Tensor:

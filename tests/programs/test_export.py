@@ -3,24 +3,33 @@
 import json
 import os
 import re
+import shlex
+from argparse import Namespace
 from types import SimpleNamespace
 
+import huggingface_hub
+import numpy as np
 import pytest
 import safetensors
 import timm
 import torch
 import transformers
+import yaml
+from PIL import Image
 from small_runs import SMALL
 
 import hubconf
 import main_knn
+import main_pretrain
 import models_mae
 import models_vit
 import tools.export
 from models_vit import SIZES, encoder_weights, load_encoder
 from util.checkpoint import load_checkpoint, save_checkpoint
+from util.data.decode import MODES
+from util.datasets import build_eval_transform, pixel_statistics
 from util.misc import git_commit
-from util.training.resume import load_init
+from util.training.resume import differences, load_init
 
 
 def noisy(model):
@@ -169,6 +178,96 @@ def test_transformers_takes_no_oblong_images_in_pretraining(program, tmp_path):
     assert re.search(r"square images only, and .*a\.pth was trained on 16x64 pixels; add --encoder_only", err)
 
 
+@pytest.mark.parametrize(
+    ("in_chans", "size", "mean"), [(3, (32, 32), None), (1, (32, 32), None), (3, (16, 64), [0.5] * 3)]
+)
+def test_transformers_prepares_images_as_our_evaluations(export, tmp_path, in_chans, size, mean):
+    own = {} if mean is None else {"mean": mean, "std": mean}
+    save(tmp_path / "a.pth", models_mae.mae_vit_micro_patch4(in_chans=in_chans, img_size=size), **own)
+    export(tmp_path / "a.pth", "--format", "hf", "--encoder_only")
+    processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "a-hf-encoder")
+    statistics = (mean, mean) if mean else pixel_statistics(in_chans)
+    assert (list(processor.image_mean), list(processor.image_std)) == statistics
+    picture = np.random.default_rng(0).integers(0, 256, (50, 70, 3), dtype=np.uint8)
+    picture = Image.fromarray(picture).resize((140, 100)).convert(MODES[in_chans])
+    pixels = processor(picture, return_tensors="pt")["pixel_values"][0]
+    ours = build_eval_transform(Namespace(input_size=list(size), in_chans=in_chans))(picture)
+    if mean:  # undo ImageNet's
+        (m, s), ours = (torch.tensor(values).view(3, 1, 1) for values in pixel_statistics(3)), ours
+        ours = (ours * s + m - 0.5) / 0.5
+    assert pixels.shape == ours.shape
+    assert (pixels - ours).abs().max() < 2 / 255 / min(statistics[1]), "but for the rounding of resized pixels"
+
+
+HOSTILE = "a|b`*<script>\n```\n---\n[x](y)"
+
+
+@pytest.fixture
+def described(micro, tmp_path):
+    """A checkpoint with a result and a figure beside it; names are as hostile as they can be."""
+    save(
+        micro.path, micro.model, norm_pix_loss=True, epochs=10, data_set="folder", data_path=HOSTILE, commit="0123abcd"
+    )
+    line = {"protocol": "knn", "data": HOSTILE, "settings": {"pooling": "cls_token"}, "acc1": 12.345, "acc5": 50.0}
+    line |= {"classes": 10, "predictions": "x.npz", "checkpoint_sha256": tools.export.file_hash(micro.path)}
+    (tmp_path / "results.jsonl").write_text(json.dumps(line) + "\n")
+    for name in ("curves", "masks"):
+        (tmp_path / f"{name}.png").write_text(name)
+    return micro
+
+
+def test_a_model_card_tells_of_the_training(export, described, tmp_path):
+    export(described.path, "--format", "hf", "--output", tmp_path / "hf")
+    text = (tmp_path / "hf" / "README.md").read_text()
+    _, front, body = re.split(r"^---$", text, maxsplit=2, flags=re.MULTILINE)
+    (result,) = huggingface_hub.ModelCard(text).data.eval_results
+    assert (result.metric_value, result.dataset_name) == (12.35, HOSTILE.replace("\n", " "))
+    assert yaml.safe_load(front)["library_name"] == "transformers"
+    for fact in ("| Method | CL-MAE |", "| Epochs | 3 of 10 |", "| Commit | 0123abcd |", "| 12.35 | 50.00 |"):
+        assert fact in body
+    assert 'ViTMAEForPreTraining.from_pretrained("hf")' in body
+    assert "main_pretrain.py --epochs 10 --input_size 32 --data_path" in body
+    prose = [line for line in body.splitlines() if not line.startswith("    ")]
+    assert not any(re.search(r"(?<!\\)[`<]", line) for line in prose if not line.startswith("<!--")), "all is escaped"
+    assert len(re.findall(r"(?<!\\)\|", next(line for line in prose if "12.35" in line))) == 6, "no cell is torn"
+    assert (tmp_path / "hf" / "figure.png").read_text() == "masks"
+    assert "(figure.png)" in body
+
+
+def test_an_export_is_uploaded(program, described, tmp_path, monkeypatch):
+    calls = []
+
+    class HfApi:
+        def create_repo(self, name, exist_ok):
+            return SimpleNamespace(repo_id=f"me/{name}")
+
+        def upload_folder(self, repo_id, folder_path, allow_patterns):
+            calls.append((repo_id, sorted(path.name for path in folder_path.iterdir() if path.name in allow_patterns)))
+
+    flags = (described.path, "--format", "hf", "--output", tmp_path / "hf", "--push_to_hub", "clmae")
+    monkeypatch.setattr(huggingface_hub, "HfApi", HfApi)
+    code, out, _ = program(tools.export, *flags)
+    assert code == 0
+    assert "uploaded to https://huggingface.co/me/clmae" in out
+    files = ["README.md", "config.json", "figure.png", "model.safetensors", "preprocessor_config.json"]
+    assert calls == [("me/clmae", files)]
+    assert 'from_pretrained("clmae")' in (tmp_path / "hf" / "README.md").read_text()
+
+    def refuse(*args, **kwargs):
+        raise OSError("401 Client Error.\nInvalid token")
+
+    monkeypatch.setattr(HfApi, "create_repo", refuse)
+    code, _, err = program(tools.export, *flags, "--overwrite")
+    assert code == 2
+    assert err.splitlines()[-1].endswith(
+        f"--push_to_hub clmae: 401 Client Error; the export stays in {tmp_path / 'hf'}"
+    )
+    assert sorted(os.listdir(tmp_path / "hf")) == files
+    code, _, err = program(tools.export, described.path, "--format", "timm", "--push_to_hub", "clmae")
+    assert code == 2
+    assert "--push_to_hub uploads what --format hf writes" in err
+
+
 def test_an_unknown_target_is_said(program, tmp_path):
     torch.save({"model": models_mae.mae_vit_micro_patch4().state_dict()}, tmp_path / "a.pth")
     _, _, err = program(tools.export, tmp_path / "a.pth", "--format", "hf")
@@ -214,6 +313,15 @@ def header(path):
     return told
 
 
+def assert_same_run(command, trained):
+    """The command, given to the program, leads to the settings that were trained with."""
+    assert command.startswith("python main_pretrain.py ")
+    args = main_pretrain.get_args_parser().parse_args(shlex.split(command)[2:])
+    main_pretrain.check_args(args)
+    main_pretrain.settle_batch_and_rates(args)
+    assert not differences(trained, vars(args))
+
+
 def test_safetensors_tell_of_their_training(cli, program, export, tmp_path):
     run, evaluation = tmp_path / "run", tmp_path / "eval"
     assert cli(*SMALL, "--output_dir", run)[0] == 0
@@ -230,6 +338,7 @@ def test_safetensors_tell_of_their_training(cli, program, export, tmp_path):
     assert f"1 of 3 results are of other weights than {run}/checkpoint-1.pth" in err
     told = header(run / "checkpoint-1.safetensors")
     accuracy = json.loads(told.pop("accuracy"))
+    assert_same_run(told.pop("command"), load_checkpoint(run / "checkpoint-1.pth")["args"])
     assert told == {
         "format": "pt",
         "method": "CL-MAE",
@@ -373,8 +482,15 @@ def test_a_folder_keeps_its_other_files(export, micro, tmp_path):
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "README.md").write_text("mine")
+    (folder / "notes.txt").touch()
     export(micro.path, "--format", "hf", "--output", folder, "--overwrite")
-    assert sorted(os.listdir(folder)) == ["README.md", "config.json", "model.safetensors"]
+    files = ["README.md", "config.json", "model.safetensors", "notes.txt", "preprocessor_config.json"]
+    assert sorted(os.listdir(folder)) == files
+    assert (folder / "README.md").read_text() == "mine"
+    (folder / "README.md").unlink()
+    for _ in range(2):  # ours is replaced
+        export(micro.path, "--format", "hf", "--output", folder, "--overwrite")
+    assert "CL-MAE" in (folder / "README.md").read_text()
 
 
 @pytest.mark.parametrize("name", ["timm", "hf", "upstream", "safetensors"])

@@ -83,6 +83,7 @@ def test_a_run_leaves_checkpoints_a_log_and_tensorboard(cli, tmp_path):
     settings = {"lr", "cmm_lr", "lambda_cl", "mask_ratio"}
     assert {f"train_{name}" for name in losses | health | settings} <= lines[0].keys()
     assert {"mask_error_vs_random", "knn_acc1", "knn_acc5"} <= lines[1].keys()
+    assert all(3 < line["encoder_rank"] <= 48 and line["encoder_norm"] > 1 for line in lines)
     assert (tmp_path / "classes.txt").read_text().split()[:2] == ["disc", "ring"]
 
     events = EventAccumulator(str(tmp_path))
@@ -96,6 +97,8 @@ def test_a_run_leaves_checkpoints_a_log_and_tensorboard(cli, tmp_path):
         "mask_ratio",
         "images_per_second",
         "knn/acc1",
+        "encoder/rank",
+        "encoder/norm",
         "mask/error_vs_random",
         *expected,
     } <= scalars

@@ -14,6 +14,7 @@ from masking import (
     CurriculumMasking,
     Masking,
     MaskSettings,
+    as_noise,
     hashed_uniform,
     image_keys,
     mask_health,
@@ -475,3 +476,12 @@ def test_mask_health_of_a_batch_of_one():
     assert health["distinct"] == 1
     assert health["hamming"] == 0
     assert "decisive" not in health
+
+
+def test_masks_of_any_number_become_noise():
+    """For autoencoders of others: visible patches come first."""
+    visible = torch.rand(8, 16, generator=torch.Generator().manual_seed(0)) < 0.5
+    order = as_noise({"visible": visible}).argsort(dim=1)
+    first = torch.arange(16) < visible.sum(dim=1, keepdim=True)
+    assert torch.equal(torch.zeros(8, 16, dtype=torch.bool).scatter_(1, order, first), visible)
+    assert as_noise({"noise": order}) is order

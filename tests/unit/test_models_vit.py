@@ -16,9 +16,8 @@ from models_vit import (
     fit_weights,
     load_encoder,
     load_mae,
-    resolve_checkpoint,
 )
-from util.checkpoint import save_checkpoint
+from util.checkpoint import resolve_checkpoint, save_checkpoint
 from util.cli import UserError
 from util.misc import derive_seed
 from util.pos_embed import interpolate_pos_embed

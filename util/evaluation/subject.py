@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from models_vit import VisionTransformer, infer_model, load_encoder, resolve_checkpoint
+from models_vit import VisionTransformer, infer_model, load_encoder
 from util.arguments import settle_shared_args
-from util.checkpoint import load_checkpoint
+from util.checkpoint import load_checkpoint, resolve_checkpoint
 from util.cli import UserError, file_name, logger
 from util.data.listing import Listing, list_images
 from util.data.sources import image_names, labels_of

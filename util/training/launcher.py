@@ -37,6 +37,7 @@ from util.cli import (
     positive,
     setup_logging,
 )
+from util.hub import is_hub_name
 
 ROOT = Path(__file__).resolve().parents[2]
 SIGNAL_DELAY = 120  # seconds between the cluster's warning and its end of the job: time to finish a step and save
@@ -176,7 +177,7 @@ def check_before_submission(program: str, args: Namespace) -> None:
         logger.warning("--data_path %s is not a folder on this machine; do the cluster's nodes see it?", args.data_path)
     for flag in ("finetune", "init"):
         path = getattr(args, flag, "")
-        if path and not Path(path).exists():
+        if path and not is_hub_name(path) and not Path(path).exists():
             logger.warning("--%s %s does not exist on this machine; do the cluster's nodes see it?", flag, path)
 
 

@@ -1,4 +1,5 @@
-"""What is checked between epochs: pictures of the masks, how hard they are, and a quick nearest-neighbour check."""
+"""What is checked between epochs: the masks, how hard they are, whether the encoder's features collapse, and a quick
+nearest-neighbour check."""
 
 from argparse import Namespace
 from functools import partial
@@ -12,7 +13,7 @@ from util.datasets import ImageDataset, build_eval_dataset, collate
 from util.evaluation.features import extract_features
 from util.evaluation.forensics import edge_contrast, edge_scores, mirror_correlation
 from util.evaluation.neighbours import nearest_neighbours
-from util.misc import amp_dtype, is_main_process
+from util.misc import amp_dtype, autocast, is_main_process
 from util.plots.masks import mask_picture
 
 if TYPE_CHECKING:
@@ -20,34 +21,60 @@ if TYPE_CHECKING:
     from models_mae import MaskedAutoencoderViT
     from util.data.listing import Listing
 
-PICTURED_IMAGES, INSPECTED_IMAGES = 8, 64  # columns of the picture; images behind mask/error_vs_random
+WATCHED_IMAGES = 256  # behind encoder/rank; held in memory
+PICTURED_IMAGES, INSPECTED_IMAGES = 8, 64  # of them: columns of the picture; behind mask/error_vs_random
 KNN_TRAIN_IMAGES, KNN_VAL_IMAGES = 10_000, 2_000  # at most, because --knn_every is only a quick check
+KNN_CHECKS, KNN_SHARE = 10, 0.02  # by default: at most so many in a run, and images in them per image trained on
+COLLAPSED_RANK, VANISHED_NORM = 3, 1e-3  # of features that hardly differ; random weights have a rank of about 15
 
 
 class Monitor:
     """Checks the networks after an epoch, on images chosen once for the whole run.
 
-    The first process looks at the masks; all share the work of the nearest-neighbour check.
+    The first process looks at masks and features; all share the work of the nearest-neighbour check.
     """
 
     def __init__(self, args: Namespace, device: torch.device, listing: "Listing | None" = None):
-        self.args, self.device = args, device
-        self.watched = watched_images(args, listing).to(device) if args.vis_every and is_main_process() else None
-        self.knn_data = knn_data(args, listing) if args.knn_every else []
+        self.args, self.device, self.collapsed = args, device, False
+        self.watched = watched_images(args, listing) if is_main_process() else None
+        self.knn_data = [] if args.knn_every == 0 else knn_data(args, listing)
+        self.knn_every = default_knn_every(self.knn_data, args) if args.knn_every is None else args.knn_every
 
     def after_epoch(
         self, epoch: int, model: "MaskedAutoencoderViT", masking: "Masking", log_writer: Board | None
     ) -> dict[str, float]:
         """The metrics that are due after `epoch`; the picture goes to the trackers."""
         metrics = {}
-        if self.due(epoch, self.args.vis_every) and self.watched is not None:
-            metrics |= self.look_at_masks(self.watched, epoch, model, masking, log_writer)
-        if self.due(epoch, self.args.knn_every):
+        if self.watched is not None:
+            metrics |= self.look_at_features(self.watched, model)
+            if self.due(epoch, self.args.vis_every):
+                inspected = self.watched[spread(len(self.watched), INSPECTED_IMAGES)].to(self.device)
+                metrics |= self.look_at_masks(inspected, epoch, model, masking, log_writer)
+        if self.due(epoch, self.knn_every):
             metrics |= self.neighbour_accuracies(model)
         return metrics
 
     def due(self, epoch: int, every: int) -> bool:
         return every > 0 and ((epoch + 1) % every == 0 or epoch + 1 == self.args.epochs)
+
+    @torch.no_grad()
+    def look_at_features(self, imgs: torch.Tensor, model: "MaskedAutoencoderViT") -> dict[str, float]:
+        """Effective rank and mean norm of the mean patch token: without labels, they tell of a collapse."""
+        if not hasattr(model, "forward_encoder"):  # an autoencoder of one's own need not have it
+            return {}
+        with autocast(self.device, amp_dtype(self.args.amp, self.device)):
+            parts = [mean_patch_token(model, part.to(self.device)) for part in imgs.split(64)]
+        features = torch.cat(parts).cpu()
+        if not features.isfinite().all():  # of weights that the saver refuses next
+            return {}
+        rank, norm = effective_rank(features), features.norm(dim=1).mean().item()
+        collapsed = norm < VANISHED_NORM or rank < min(COLLAPSED_RANK, 0.1 * len(features))
+        if collapsed and not self.collapsed:
+            self.collapsed = True
+            logger.warning(
+                "the encoder collapses: its features of %d images have rank %.2f, norm %.2g", len(imgs), rank, norm
+            )
+        return {"encoder/rank": rank, "encoder/norm": norm}
 
     @torch.no_grad()
     def look_at_masks(
@@ -106,18 +133,41 @@ def mean_patch_token(model: "MaskedAutoencoderViT", imgs: torch.Tensor) -> torch
     return latent[:, 1:].float().mean(dim=1)
 
 
+def effective_rank(features: torch.Tensor) -> float:
+    """RankMe (Garrido et al., ICML 2023) of features [N, D]: exp of the entropy of their normalised singular values, at
+    most min(N, D)."""
+    values = torch.linalg.svdvals(features.double())
+    shares = values / values.sum().clamp(min=1e-12)
+    return torch.special.entr(shares).sum().exp().item()
+
+
 def watched_images(args: Namespace, listing: "Listing | None") -> torch.Tensor:
     dataset = build_eval_dataset(args, "train", listing=listing)
-    imgs, _, _ = collate([dataset[0, index] for index in spread(len(dataset), INSPECTED_IMAGES)])
+    imgs, _, _ = collate([dataset[0, index] for index in spread(len(dataset), WATCHED_IMAGES)])
     return imgs
 
 
 def knn_data(args: Namespace, listing: "Listing | None") -> list[tuple[ImageDataset, list[int]]]:
-    """Data sets and indices of the training and of the validation images."""
-    train, val = (build_eval_dataset(args, split, listing=listing) for split in ("train", "val"))
-    if not train.source.classes or not val.source.classes:
-        raise UserError("--knn_every needs labelled data: class folders below train and val")
+    """Data sets and indices of the training and of the validation images; unless asked for, none without labels."""
+    try:
+        train, val = (build_eval_dataset(args, split, listing=listing) for split in ("train", "val"))
+        if not train.source.classes or not val.source.classes:
+            raise UserError("--knn_every needs labelled data: class folders below train and val")
+    except UserError:
+        if args.knn_every is None:
+            return []
+        raise
     return [(train, spread(len(train), KNN_TRAIN_IMAGES)), (val, spread(len(val), KNN_VAL_IMAGES))]
+
+
+def default_knn_every(data: list[tuple[ImageDataset, list[int]]], args: Namespace) -> int:
+    """Every tenth of the run, or as often as costs at most 2 % of it: an image here takes less than one trained on. 0
+    without labels, and where a run is too short for a single check."""
+    if not data or len(data[0][0].source.classes) < 2:
+        return 0
+    trained, checked = args.epochs * len(data[0][0]), sum(len(indices) for _, indices in data)
+    checks = min(KNN_CHECKS, int(KNN_SHARE * trained / checked))
+    return -(-args.epochs // checks) if checks else 0
 
 
 def spread(length: int, most: int) -> list[int]:

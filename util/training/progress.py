@@ -21,7 +21,7 @@ LOG = "log.txt"
 LARGEST = 1e100  # of a line's finite numbers; curves of larger ones cannot be drawn
 SHOWN = (
     *("loss", "cmm/loss", "lambda_cl", "mask/visible", "mask/distinct", "mask/decisive", "mask/error_vs_random"),
-    *("knn/acc1", "knn/acc5", "test/acc1", "test/acc5", "test/loss"),
+    *("encoder/rank", "knn/acc1", "knn/acc5", "test/acc1", "test/acc5", "test/loss"),
     *("loss_scale", "cmm/loss_scale", "skipped"),
 )
 

@@ -152,7 +152,7 @@ def start_pretraining(state: TrainingState, steps_per_epoch: int, args: Namespac
     found = checkpoint_to_resume(args)
     if found is None:
         if args.init:
-            load_init(state, load_for_all(args.init), args.init)
+            load_init(state, load_for_all(str(ckpt.resolve_checkpoint(args.init, "--init"))), args.init)
         start = Start(args.start_epoch)
     elif "optimizer" not in found[0]:  # upstream's released models, for one
         load_init(state, *found)
@@ -290,6 +290,7 @@ def load_init(state: TrainingState, checkpoint: dict, source: str) -> None:
         weights |= decoder
         logger.info("%s has no decoder; it is initialised afresh", source)
     ckpt.load_weights(state.model, weights, source)
+    ckpt.check_heads(state.model, checkpoint, source)
     if state.cmm is not None and "cmm" in checkpoint:
         ckpt.load_weights(state.cmm, checkpoint["cmm"], source)
     logger.info("weights from %s; training starts from its first epoch", source)
