@@ -119,7 +119,9 @@ def get_args_parser() -> ArgumentParser:
         choices=["threshold", "topk"],
         help="what stays visible: Z >= 0.5, as the paper, or the (1 - mask_ratio) largest, as its authors' code",
     )
-    learned.add_argument("--lambda_gauss", type=non_negative, help="weight: Z decisive; default: tokens 10, attention 20")
+    learned.add_argument(
+        "--lambda_gauss", type=non_negative, help="weight: Z decisive; default: 10, attention: 20"
+    )
     learned.add_argument("--lambda_kl", default=1.0, type=non_negative, help="weight: masks hit the target ratio")
     learned.add_argument("--lambda_div", default=2.0, type=non_negative, help="weight: masks of images differ")
     learned.add_argument(
