@@ -25,6 +25,7 @@ from models_mae import MaskedAutoencoderViT
 from models_vit import SIZES, VisionTransformer, encoder_of, encoder_weights, infer_model, mae_of, resolve_checkpoint
 from tools.huggingface import Model, hf_config, hf_weights, image_size
 from util import checkpoint as ckpt
+from util.arguments import named_folder
 from util.cli import ArgumentParser, UserError, logger, run
 from util.evaluation.features import file_hash
 from util.evaluation.results import read_results, results_file
@@ -147,7 +148,7 @@ def training(checkpoint: dict) -> dict[str, object]:
         "planned_epochs": args.get("epochs"),
         "data": trained_on(args),
         "images": images and int(images[1]),
-        **{name: args.get(name) for name in ("mask_ratio", "norm_pix_loss", "commit")},
+        **{name: args.get(name) for name in ("mask_ratio", "norm_pix_loss", "mean", "std", "commit")},
     }
 
 
@@ -168,7 +169,7 @@ def trained_on(args: dict) -> str | None:
     """The set, or the folder's name; where that folder lies is nobody's business."""
     if args.get("data_set", "folder") != "folder":
         return args["data_set"]
-    return PurePath(args.get("data_path") or "").name or None
+    return named_folder(args.get("data_path") or "").name or None
 
 
 def noted_accuracies(path: Path, checkpoint: Path) -> dict[str, str]:

@@ -122,6 +122,8 @@ FLAGS: dict[str, Callable[[Any], bool]] = {  # those among `args` that are read
     "mask_ratio_start": or_none(is_number),
     **dict.fromkeys(("no_curriculum", "norm_pix_loss"), lambda value: isinstance(value, bool)),
     "seed": is_number,
+    "mean": or_none(lambda value: all(map(is_number, value)) and len(value) > 0),
+    "std": or_none(lambda value: all(is_number(each) and each > 0 for each in value) and len(value) > 0),
 }
 
 
@@ -383,6 +385,7 @@ def read_safetensors(path: str | Path) -> dict:
 def args_in(metadata: dict[str, str]) -> dict:
     """The flags that a model needs, from a header of texts; those in another form are another program's."""
     forms = {"input_size": r"\[\d+, \d+\]", "mask_ratio": r"0\.\d+", "norm_pix_loss": "true|false"}
+    forms |= dict.fromkeys(("mean", "std"), r"\[[01]\.\d+(, [01]\.\d+)*\]")
     return {name: json.loads(metadata[name]) for name in forms if re.fullmatch(forms[name], metadata.get(name, ""))}
 
 
