@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from test_datasets import batches, parse
 
+import main_knn
 from util.cli import UserError
 from util.data.listing import list_images
 from util.data.sources import build_source, image_names, labels_of
@@ -239,3 +240,50 @@ def test_what_holds_no_image_files_is_refused(tmp_path, monkeypatch, places):
     )
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert refusal("hf:someone/photos").endswith("pip install datasets")
+
+
+MODEL = ("--model", "mae_vit_micro_patch4", "--input_size", 16, "--batch_size", 4)
+MICRO = (*MODEL, "--num_workers", 0, "--device", "cpu")
+
+
+def losses(folder) -> list[float]:
+    return [json.loads(line)["train_loss"] for line in (folder / "log.txt").read_text().splitlines()]
+
+
+@pytest.fixture
+def evaluated(program, places, tmp_path):
+    """The accuracy that main_knn.py finds, and its settings."""
+
+    def call(place: str, *flags) -> dict:
+        out = tmp_path / f"eval-{place}"
+        flags = ("--finetune", tmp_path / "run-folder", "--data_path", places[place], "--output_dir", out, *flags)
+        code, _, err = program(main_knn, *flags, "--k", 3, "--num_workers", 0, "--device", "cpu")
+        assert code == 0, err
+        assert len(list((out / "features").glob("*.safetensors"))) == 2
+        line = json.loads((out / "results.jsonl").read_text())
+        return {name: line[name] for name in ("acc1", "acc5", "settings")}
+
+    return call
+
+
+def test_runs_on_the_same_photographs_learn_the_same_and_resume(cli, evaluated, places, tmp_path):
+    flags = (*MICRO, "--epochs", 2, "--warmup_epochs", 0, "--save_every", 1, "--knn_every", 1)
+    for place in ("folder", "parquet", "shards"):
+        code, _, err = cli(*flags, "--data_path", places[place], "--output_dir", tmp_path / f"run-{place}")
+        assert code == 0, err
+    expected = losses(tmp_path / "run-folder")
+    assert losses(tmp_path / "run-parquet") == losses(tmp_path / "run-shards") == expected
+    assert not (tmp_path / "run-parquet" / "files.txt").exists()
+    first = tmp_path / "run-parquet" / "checkpoint-0.pth"
+    code, _, err = cli(*flags, "--data_path", places["saved"], "--output_dir", tmp_path / "resumed", "--resume", first)
+    assert (code, losses(tmp_path / "resumed")) == (0, expected[1:]), err
+    assert evaluated("folder") == evaluated("parquet")
+
+
+def test_two_processes_open_what_the_first_converts(places, two_processes):
+    flags = ("--model", "vit_micro_patch4", "--num_workers", 0, "--device", "cpu", "--k", 3, "--output_dir", "")
+    codes, out, err = two_processes(
+        "main_knn", *flags, "--data_path", places["shards"], "--output_dir", tmp_path / "two"
+    )
+    assert codes == [0, 0], err
+    assert "shards: 12 training and 6 test images of 3 classes" in out

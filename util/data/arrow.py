@@ -109,7 +109,8 @@ def open_splits(args: Namespace) -> dict[str, Table]:
         raise
     except (OSError, ValueError, DatasetsError) as error:
         reason = " ".join(str(error.__cause__ or error).split())
-        advice = "; HF_HUB_OFFLINE=1 uses what was fetched before" if isinstance(error, ConnectionError) else ""
+        offline = "; without a network, HF_HUB_OFFLINE=1 opens what was fetched before, and nothing else"
+        advice = offline if isinstance(error, ConnectionError) else ""
         raise UserError(f"--data_path {path} cannot be opened: {reason[:300]}{advice}") from None
     return {str(name): table for name, table in found.items()} if isinstance(found, dict) else {"train": found}
 

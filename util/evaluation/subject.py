@@ -58,7 +58,13 @@ class Subject:
             "pooling": "global_pool" if args.global_pool else "cls_token",
             "input_size": list(args.input_size),
             "precision": precision(args.amp, self.device),
+            **self.own_statistics(),
         }
+
+    def own_statistics(self) -> dict:
+        """Mean and standard deviation of pixels, unless they are ImageNet's."""
+        mean, std = self.args.mean, self.args.std
+        return {} if (mean, std) == pixel_statistics(self.args.in_chans) else {"mean": mean, "std": std}
 
     def data_settings(self) -> dict:
         """The flags that chose the images."""
