@@ -282,8 +282,6 @@ def test_runs_on_the_same_photographs_learn_the_same_and_resume(cli, evaluated, 
 
 def test_two_processes_open_what_the_first_converts(places, two_processes):
     flags = ("--model", "vit_micro_patch4", "--num_workers", 0, "--device", "cpu", "--k", 3, "--output_dir", "")
-    codes, out, err = two_processes(
-        "main_knn", *flags, "--data_path", places["shards"], "--output_dir", tmp_path / "two"
-    )
+    codes, out, err = two_processes("main_knn", *flags, "--data_path", places["shards"])
     assert codes == [0, 0], err
     assert "shards: 12 training and 6 test images of 3 classes" in out
