@@ -66,7 +66,7 @@ def train_one_epoch(
         exchange_gradients(update, model, masking.module)
         epochs_passed = step / steps_per_epoch
         lr = adjust_learning_rate(state.optimizer, epochs_passed, args)
-        imgs = normalise(imgs.to(device, non_blocking=True))
+        imgs = normalise(imgs.to(device, non_blocking=True), args.mean, args.std)
         ask = masking.ask(imgs, index, epoch, epochs_passed / args.epochs)
         learn = masking.learns_at(step)
 

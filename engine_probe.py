@@ -16,7 +16,7 @@ from torch import nn
 
 from models_vit import VisionTransformer
 from util.cli import tracked
-from util.datasets import EpochBatches, ImageLoader, normalise
+from util.datasets import EpochBatches, ImageLoader, Values, normalise
 from util.evaluation.features import FeatureSet
 from util.evaluation.metrics import top_classes
 from util.lars import LARS
@@ -134,8 +134,15 @@ class EncodedBatches:
     features of the whole batch: the result is the same for any number of processes.
     """
 
-    def __init__(self, encoder: VisionTransformer, loader: ImageLoader, device: torch.device, amp: torch.dtype | None):
-        self.encoder, self.loader, self.device, self.amp = encoder, loader, device, amp
+    def __init__(
+        self,
+        encoder: VisionTransformer,
+        loader: ImageLoader,
+        device: torch.device,
+        amp: torch.dtype | None,
+        statistics: tuple[Values, Values] = (None, None),
+    ):
+        self.encoder, self.loader, self.device, self.amp, self.statistics = encoder, loader, device, amp, statistics
         self.num_samples = loader.batches.num_samples
 
     def __len__(self) -> int:
@@ -145,7 +152,7 @@ class EncodedBatches:
         self.loader.set_epoch(epoch)
         images = self.loader.batches.batch_size
         for imgs, labels, _ in tracked(self.loader, f"epoch {epoch + 1}", len(self), images, "images/s"):
-            imgs = normalise(imgs.to(self.device, non_blocking=True))
+            imgs = normalise(imgs.to(self.device, non_blocking=True), *self.statistics)
             with torch.no_grad(), autocast(self.device, self.amp):
                 features = self.encoder.forward_features(imgs).float()
             labels = labels.to(self.device, non_blocking=True)

@@ -129,7 +129,7 @@ def build_batches(
         source, (seed,) = subject.datasets["train"].source, seeds
         subset = None if train is None else train.indices.tolist()
         loader = build_train_loader(source, probe_augmentation(args), seed, args, subset)
-        batches = EncodedBatches(subject.encoder, loader, device, amp_dtype(args.amp, device))
+        batches = EncodedBatches(subject.encoder, loader, device, amp_dtype(args.amp, device), (args.mean, args.std))
     if len(batches) < args.accum_iter:
         raise UserError(
             f"{batches.num_samples} training images do not fill one batch of {global_batch * args.accum_iter}; "

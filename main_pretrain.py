@@ -22,6 +22,7 @@ from util.arguments import (
     add_distributed_arguments,
     add_machine_arguments,
     add_saving_arguments,
+    add_statistics_arguments,
     settle_shared_args,
 )
 from util.cli import (
@@ -83,6 +84,7 @@ def get_args_parser() -> ArgumentParser:
         "--input_size", default=224, type=count, nargs="+", help="image side in pixels, or height and width"
     )
     model.add_argument("--in_chans", default=3, type=int, choices=CHANNELS, help="channels: grey, RGB or RGBA")
+    add_statistics_arguments(model, "ImageNet's")
     model.add_argument(
         "--norm_pix_loss", action="store_true", help="reconstruct patches normalised by their mean and deviation; on"
     )
@@ -119,9 +121,7 @@ def get_args_parser() -> ArgumentParser:
         choices=["threshold", "topk"],
         help="what stays visible: Z >= 0.5, as the paper, or the (1 - mask_ratio) largest, as its authors' code",
     )
-    learned.add_argument(
-        "--lambda_gauss", type=non_negative, help="weight: Z decisive; default: 10, attention: 20"
-    )
+    learned.add_argument("--lambda_gauss", type=non_negative, help="weight: Z decisive; default: 10, attention: 20")
     learned.add_argument("--lambda_kl", default=1.0, type=non_negative, help="weight: masks hit the target ratio")
     learned.add_argument("--lambda_div", default=2.0, type=non_negative, help="weight: masks of images differ")
     learned.add_argument(
@@ -204,7 +204,7 @@ from masking import LearnedMasking, Masking, MaskSettings, find_strategy
 from models_mae import MODELS, Autoencoder, build_mae, grid_size
 from util.board import Board
 from util.data.listing import list_images, save_beside
-from util.datasets import ImageLoader, build_pretrain_loader, count_steps
+from util.datasets import ImageLoader, build_pretrain_loader, count_steps, pixel_statistics
 from util.lock import sole_run
 from util.misc import (
     NativeScalerWithGradNormCount,
@@ -231,6 +231,7 @@ def check_args(args: Namespace) -> None:
         raise UserError(f"--model {args.model} is unknown; known are {', '.join(sorted(MODELS))}")
     settle_shared_args(args)
     settle_mask_args(args)
+    args.mean, args.std = pixel_statistics(args.in_chans, args.mean, args.std)
     if args.init and args.resume not in ("", "auto"):
         raise UserError("--init starts a new run and --resume FILE continues one: give one of them, or --resume auto")
     if args.warmup_epochs >= args.epochs:

@@ -12,6 +12,7 @@ import statistics
 import tempfile
 import time
 from argparse import Namespace
+from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
 
@@ -28,8 +29,9 @@ from benchmarks.timing import alternate, ratio
 from util.cli import ArgumentParser, UserError, logger, run
 from util.crop import draw_crop
 from util.data import decode
-from util.data.listing import Names
-from util.data.sources import ImageList
+from util.data.arrow import list_rows
+from util.data.listing import ImageList, Names
+from util.data.sources import Source
 from util.datasets import Augmentation, AugmentedDataset, EpochBatches, ImageLoader, collate_augmented
 from util.evaluation.tables import show_table
 
@@ -79,12 +81,22 @@ class Upstream(ImageFolder):
         self.transform = v1.Compose([crop, v1.RandomHorizontalFlip(), v1.ToTensor(), normalise])
 
 
-def augmented(paths: list[str], size: int, exact: bool = False) -> AugmentedDataset:
-    source = ImageList(Names.pack(paths))
+def as_table(paths: list[str], folder: str) -> Source:
+    """The same files in an Arrow table."""
+    from datasets import Dataset, Image
+
+    table = Dataset.from_dict({"image": [{"bytes": Path(path).read_bytes()} for path in paths]})
+    table.cast_column("image", Image()).save_to_disk(folder)
+    flags = dict.fromkeys(("image_column", "label_column", "file_list", "cache_dir"))
+    return list_rows(Namespace(data_path=folder, **flags)).source(np.arange(len(paths)))
+
+
+def augmented(paths: list[str], size: int, exact: bool = False, source: Source | None = None) -> AugmentedDataset:
+    source = source or ImageList(Names.pack(paths))
     return AugmentedDataset(source, Augmentation((size, size), "RGB", draw_crop, exact), seed=0)
 
 
-def compare_pipelines(paths: list[str], args: Namespace) -> None:
+def compare_pipelines(paths: list[str], table: Source | None, args: Namespace) -> None:
     batches = [range(i, min(i + args.batch_size, len(paths))) for i in range(0, len(paths), args.batch_size)]
     upstream, size = Upstream(paths, args.input_size), args.input_size
 
@@ -92,8 +104,8 @@ def compare_pipelines(paths: list[str], args: Namespace) -> None:
         for batch in batches:
             default_collate([upstream[index] for index in batch])
 
-    def ours(round_: int, exact: bool = False) -> None:
-        dataset = augmented(paths, size, exact)
+    def ours(round_: int, exact: bool = False, source: Source | None = None) -> None:
+        dataset = augmented(paths, size, exact, source)
         for batch in batches:
             collate_augmented([dataset[round_, index] for index in batch])
 
@@ -103,6 +115,8 @@ def compare_pipelines(paths: list[str], args: Namespace) -> None:
 
     tasks = {"upstream": theirs, "ours": ours, "ours without simplejpeg": without_simplejpeg}
     tasks["ours with --exact_decode"] = lambda round_: ours(round_, exact=True)
+    if table is not None:
+        tasks["ours from an Arrow table"] = lambda round_: ours(round_, source=table)
     if decode.simplejpeg is None:
         del tasks["ours"]
     times, _ = alternate(tasks, args.rounds, time.process_time)
@@ -157,7 +171,8 @@ def main(args: Namespace) -> None:
         sizes = np.array([Image.open(path).size for path in paths])
         kilobytes = np.mean([Path(path).stat().st_size for path in paths]) / 1000
         logger.info("%d images, mean %.0f x %.0f, %.0f kB", len(paths), *sizes.mean(axis=0), kilobytes)
-        compare_pipelines(paths, args)
+        table = as_table(paths, str(Path(made, "table"))) if find_spec("datasets") else None
+        compare_pipelines(paths, table, args)
         compare_pixels(paths, args)
         measure_workers(paths, args)
 

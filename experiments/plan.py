@@ -15,6 +15,7 @@ from pathlib import Path
 
 import main_pretrain
 from experiments.recipes import EVALUATIONS, SCALES, Recipe, Variant
+from util.arguments import named_folder
 from util.checkpoint import load_checkpoint
 from util.cli import UserError
 from util.evaluation.features import file_hash
@@ -151,7 +152,7 @@ def data_name(args: Namespace) -> str:
         return args.data_set
     if not args.data_path:
         raise UserError("--data_path is missing: give a folder of images, or use --data_set shapes, which is built in")
-    return Path(args.data_path).resolve().name
+    return named_folder(args.data_path).resolve().name
 
 
 def data_folder(args: Namespace) -> Path:

@@ -26,6 +26,7 @@ import timm.models.vision_transformer
 import torch
 from torch import nn
 
+import main_pretrain
 from engine_probe import fit_softmax, predict
 from models_vit import VisionTransformer, encoder_of, infer_model
 from util.arguments import add_distributed_arguments, add_machine_arguments, settle_shared_args
@@ -255,9 +256,10 @@ class ProbeReport(Report):
 def settle_probe_args(args: Namespace, trained: dict) -> Namespace:
     """The run's own flags say which images and which kind of encoder; those given here come on top."""
     given = {name: value for name, value in vars(args).items() if value is not None}
+    later = vars(main_pretrain.get_args_parser().parse_args([]))  # flags that the run may be older than
     defaults = {"device": None, "output_dir": str(Path(args.run) / "probe")}
     fixed = {"log_dir": "", "data_name": None, "global_pool": True}
-    settled = Namespace(**{**trained, **defaults, **given, **fixed})
+    settled = Namespace(**{**later, **trained, **defaults, **given, **fixed})
     settle_shared_args(settled)
     return settled
 

@@ -28,6 +28,7 @@ from tools.card import OURS, model_card, training_command
 from tools.huggingface import Model, hf_config, hf_preprocessor, hf_weights, image_size
 from util import checkpoint as ckpt
 from util import hub
+from util.arguments import named_folder
 from util.cli import ArgumentParser, UserError, logger, run
 from util.evaluation.features import file_hash
 from util.evaluation.results import read_results, results_file
@@ -186,7 +187,7 @@ def trained_on(args: dict) -> str | None:
     """The set, or the folder's name; where that folder lies is nobody's business."""
     if args.get("data_set", "folder") != "folder":
         return args["data_set"]
-    return PurePath(args.get("data_path") or "").name or None
+    return named_folder(args.get("data_path") or "").name or None
 
 
 def noted_accuracies(path: Path, checkpoint: Path) -> dict[str, str]:

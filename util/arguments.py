@@ -4,6 +4,7 @@ that --help is quick."""
 import importlib.util
 import os
 from argparse import Namespace, _ArgumentGroup
+from pathlib import Path
 
 from util.cli import ArgumentParser, UserError, count, count_or_zero, non_negative, number, seed_number
 
@@ -18,7 +19,17 @@ def add_data_arguments(parser: ArgumentParser) -> None:
     data = parser.add_argument_group("data")
     data.add_argument("--data_set", default="folder", choices=DATA_SETS, help="shapes is built in and needs no files")
     data.add_argument(
-        "--data_path", default=DEFAULT_DATA_PATH, help="folder with train/CLASS/*.jpg, or images directly"
+        "--data_path",
+        default=DEFAULT_DATA_PATH,
+        help="folder with train/CLASS/*.jpg, or images directly; or tables: hf:NAME or hf:NAME:CONFIG on the Hugging "
+        "Face Hub, a folder of Parquet files or of save_to_disk, or WebDataset shards such as 'shards/*.tar'",
+    )
+    data.add_argument("--image_column", help="of tables; default: the only one with images")
+    data.add_argument("--label_column", help="of tables; default: the only one with classes")
+    data.add_argument(
+        "--cache_dir",
+        help="tables converted to Arrow, by default beside their files (hf: the library's place), and features "
+        "extracted in evaluations, by default features below --output_dir",
     )
     data.add_argument("--download", action="store_true", help="let torchvision fetch the data set to --data_path")
     data.add_argument(
@@ -62,6 +73,18 @@ def add_data_arguments(parser: ArgumentParser) -> None:
 
 def add_config_argument(group: _ArgumentGroup) -> None:
     group.add_argument("--config", metavar="FILE", help="YAML file of flags, as a run writes it; given flags win")
+
+
+def named_folder(data_path: str) -> Path:
+    """What names the data: the folder, that of its shards, or the hub's name."""
+    path = Path(data_path.removeprefix("hf:"))
+    return path.parent if path.suffix in (".tar", ".parquet") else path
+
+
+def add_statistics_arguments(group: _ArgumentGroup, default: str) -> None:
+    text = "of the pixels, which go from 0 to 1; a number, or one for each channel; default: " + default
+    group.add_argument("--mean", type=number(at_least=0, at_most=1), nargs="+", help=f"mean {text}")
+    group.add_argument("--std", type=number(above=0, at_most=1), nargs="+", help=f"standard deviation {text}")
 
 
 def add_saving_arguments(group: _ArgumentGroup) -> None:
@@ -135,6 +158,7 @@ def add_encoder_arguments(parser: ArgumentParser) -> None:
         "--input_size", type=count, nargs="+", help="side, or height and width, in pixels; default: the checkpoint's"
     )
     encoder.add_argument("--in_chans", type=int, choices=CHANNELS, help="channels; default: the checkpoint's")
+    add_statistics_arguments(encoder, "the checkpoint's")
     encoder.add_argument("--global_pool", action="store_true", help="feature: mean of the patch tokens, normalised")
     encoder.add_argument("--cls_token", action="store_false", dest="global_pool", help="feature: the [CLS] token")
     encoder.set_defaults(global_pool=False)
@@ -147,7 +171,6 @@ def add_result_arguments(parser: ArgumentParser) -> None:
     out.add_argument("--output_dir", default=DEFAULT_OUTPUT_DIR, help="results.jsonl, predictions; '' writes nothing")
     out.add_argument("--log_dir", default=DEFAULT_OUTPUT_DIR, help="TensorBoard; follows --output_dir unless given")
     out.add_argument("--data_name", help="the data's name in tables; default: its folder or set")
-    out.add_argument("--cache_dir", help="extracted features; default: features below --output_dir")
     out.add_argument("--no_cache", action="store_true", help="neither read nor write extracted features")
     out.add_argument(
         "--verify_cache",
@@ -177,7 +200,7 @@ def refuse_unused_data_flags(args: Namespace) -> None:
     """What has no effect would be recorded as if it had one."""
     parser = ArgumentParser()
     add_data_arguments(parser)
-    of_folders = ("file_list", "num_classes", "class_list", "split")
+    of_folders = ("file_list", "num_classes", "class_list", "split", "image_column", "label_column")
     unused = {"folder": ("download",), "shapes": ("data_path", "download", *of_folders)}.get(args.data_set, of_folders)
     conditions = [
         (True, f"with --data_set {args.data_set}", unused),

@@ -123,6 +123,8 @@ FLAGS: dict[str, Callable[[Any], bool]] = {  # those among `args` that are read
     "mask_ratio_start": or_none(is_number),
     **dict.fromkeys(("no_curriculum", "norm_pix_loss"), lambda value: isinstance(value, bool)),
     "seed": is_number,
+    "mean": or_none(lambda value: all(map(is_number, value)) and len(value) > 0),
+    "std": or_none(lambda value: all(is_number(each) and each > 0 for each in value) and len(value) > 0),
 }
 
 

@@ -23,6 +23,8 @@ from util.data.listing import Listing
 from util.data.sources import Source, build_source
 from util.misc import derive_seed, gather_objects, generator, get_rank, get_world_size, start_loader_process
 
+Values = Sequence[float] | None  # of --mean or --std
+
 # --- Transforms ---
 
 
@@ -65,7 +67,11 @@ def build_eval_transform(args: Namespace) -> v2.Transform:
         v2.Resize(resized_side(args.input_size), interpolation=InterpolationMode.BICUBIC),
         v2.CenterCrop(args.input_size),
     )
-    to_float = v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(*pixel_statistics(args.in_chans))
+    to_float = (
+        v2.ToImage(),
+        v2.ToDtype(torch.float32, scale=True),
+        v2.Normalize(*pixel_statistics(args.in_chans, args.mean, args.std)),
+    )
     return v2.Compose([*crop, *to_float])
 
 
@@ -75,24 +81,30 @@ def resized_side(input_size: Sequence[int]) -> int:
     return int(side * 256 / 224) if side <= 224 else side
 
 
-def normalise(imgs: torch.Tensor) -> torch.Tensor:
+def normalise(imgs: torch.Tensor, mean: Values = None, std: Values = None) -> torch.Tensor:
     """uint8 images [B, C, H, W] on any device to the networks' input, float32, as the evaluation transform does."""
-    mean, std = statistics_on(imgs.device, imgs.shape[1])
-    return imgs.contiguous().div(255).sub_(mean).div_(std)
+    means, stds = (on_device(imgs.device, *values) for values in pixel_statistics(imgs.shape[1], mean, std))
+    return imgs.contiguous().div(255).sub_(means).div_(stds)
 
 
 @cache  # copying these for each batch would sync host and device
-def statistics_on(device: torch.device, in_chans: int) -> tuple[torch.Tensor, torch.Tensor]:
-    mean, std = (torch.tensor(values, device=device).view(-1, 1, 1) for values in pixel_statistics(in_chans))
-    return mean, std
+def on_device(device: torch.device, *values: float) -> torch.Tensor:
+    return torch.tensor(values, device=device).view(-1, 1, 1)
 
 
-def pixel_statistics(in_chans: int) -> tuple[list[float], list[float]]:
-    """ImageNet's mean and standard deviation; averaged over channels for grey images; 0.5 for an alpha channel."""
-    mean, std = list(IMAGENET_DEFAULT_MEAN), list(IMAGENET_DEFAULT_STD)
-    if in_chans == 1:
-        return [sum(mean) / 3], [sum(std) / 3]
-    return mean + [0.5] * (in_chans - 3), std + [0.5] * (in_chans - 3)
+def pixel_statistics(in_chans: int, mean: Values = None, std: Values = None) -> tuple[list[float], list[float]]:
+    """`--mean` and `--std` for each channel; by default ImageNet's."""
+    mean = per_channel("mean", mean, IMAGENET_DEFAULT_MEAN, in_chans)
+    return mean, per_channel("std", std, IMAGENET_DEFAULT_STD, in_chans)
+
+
+def per_channel(name: str, values: Values, imagenet: Sequence[float], in_chans: int) -> list[float]:
+    """ImageNet's are averaged over channels for grey images, and 0.5 for an alpha channel."""
+    if values is None:
+        return [sum(imagenet) / 3] if in_chans == 1 else [*imagenet, *[0.5] * (in_chans - 3)]
+    if len(values) not in (1, in_chans):
+        raise UserError(f"--{name} takes one number, or one for each of {in_chans} channels, not {len(values)}")
+    return list(values) * (in_chans // len(values))
 
 
 # --- Samples and batches ---

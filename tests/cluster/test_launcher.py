@@ -189,7 +189,7 @@ def test_data_out_of_this_machines_sight_is_worth_a_warning_only(monkeypatch, ca
     launch("main_knn", main_knn.get_args_parser(), ["--data_path", "nowhere", "--finetune", "none.pth"])
     warnings = capsys.readouterr().err.splitlines()
     assert warnings == [
-        "WARNING: --data_path nowhere is not a folder on this machine; do the cluster's nodes see it?",
+        "WARNING: --data_path nowhere does not exist on this machine; do the cluster's nodes see it?",
         "WARNING: --finetune none.pth does not exist on this machine; do the cluster's nodes see it?",
     ]
     assert [job.program for job in submitted] == ["main_knn"]

@@ -31,5 +31,11 @@ def test_loaders_are_measured_on_made_images(program):
     flags = ("--images", 4, "--width", 48, "--height", 40, "--input_size", 32, "--batch_size", 2)
     code, out, _ = program(bench_loader, *flags, "--rounds", 1, "--num_workers", 0, "--seconds", 0.01)
     assert code == 0
-    for text in ("4 images, mean 48 x 40", "ours with --exact_decode", "mean difference", "loader processes"):
+    for text in (
+        "4 images, mean 48 x 40",
+        "ours with --exact_decode",
+        "from an Arrow table",
+        "mean difference",
+        "loader processes",
+    ):
         assert text in out

@@ -350,6 +350,8 @@ def test_safetensors_tell_of_their_training(cli, program, export, tmp_path):
         "input_size": "[16, 16]",
         "mask_ratio": "0.75",
         "norm_pix_loss": "true",
+        "mean": "[0.485, 0.456, 0.406]",
+        "std": "[0.229, 0.224, 0.225]",
         **({"commit": commit} if (commit := git_commit()) else {}),  # there is none outside a repository
     }
     assert [(entry["pooling"], entry["acc1"]) for entry in accuracy] == [

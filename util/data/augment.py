@@ -43,7 +43,7 @@ def finetune_augmentation(args: Namespace) -> StrongAugmentation:
     """Upstream's for fine-tuning, which is timm's, except that the crop is drawn before decoding, as elsewhere."""
     if args.in_chans == 4 and args.aa:
         raise UserError(f"--aa {args.aa} is for grey and colour images; add --aa '' with --in_chans 4")
-    mean, std = pixel_statistics(args.in_chans)
+    mean, std = pixel_statistics(args.in_chans, args.mean, args.std)
     try:
         steps = create_transform(
             tuple(args.input_size),

@@ -1,12 +1,12 @@
-"""Which image files a folder holds: listed once, by the first process, and kept in arrays that loaders share."""
+"""Which images `--data_path` holds: listed once, and kept in arrays that loaders share."""
 
+import hashlib
 import os
 import stat
 import time
 from argparse import Namespace
-from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -51,12 +51,49 @@ class Names:
         return Names(self.text, self.starts[indices], self.ends[indices])
 
 
+class ImageList:
+    """Image files, with paths relative to `root`; without labels, they are all 0."""
+
+    def __init__(self, names: Names, labels: np.ndarray | None = None, classes: Sequence[str] = (), root: str = ""):
+        self.names, self.classes, self.root = names, list(classes), root
+        self.labels = np.zeros(len(names), np.int64) if labels is None else labels
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def read(self, index: int) -> bytes:
+        return read_regular(os.path.join(self.root, self.name(index)))
+
+    def label(self, index: int) -> int:
+        return int(self.labels[index])
+
+    def name(self, index: int) -> str:
+        return self.names[index]
+
+    def fingerprint(self) -> str:
+        """A hash of names, labels, and what the file system knows: reading files takes as long as an evaluation."""
+        digest = hashlib.sha256()
+        for index in range(len(self)):
+            known = file_status(os.path.join(self.root, self.name(index)))
+            digest.update(f"{self.name(index)}\0{self.label(index)}\0{known}\n".encode(errors="surrogateescape"))
+        return digest.hexdigest()
+
+
+def file_status(path: str) -> tuple[int, ...]:
+    """Changes with the content; empty for a broken link, which is reported as unreadable later."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return ()
+    return status.st_size, status.st_mtime_ns, status.st_ino
+
+
 @dataclass(frozen=True)
 class Listing:
     """The image files below `root`. Those of the class folder `folders[i]` are `names[bounds[i] : bounds[i + 1]]`.
 
     A class folder is train/CLASS or val/CLASS (or test/CLASS), and CLASS where there is no train. Images outside of one
-    are listed under train, val (or test), or "". Folders are sorted.
+    are listed under train, val (or test), or "". Folders are in the order of labels.
     """
 
     root: str
@@ -72,14 +109,20 @@ class Listing:
         return self.splits[0] if split == "train" else next(iter(self.splits[1:]), None)
 
     def classes(self, place: str) -> list[str]:
-        """Names of the class folders there that have images, sorted."""
+        """Names of the class folders there that have images."""
         start = os.path.join(place, "")
         return [folder.removeprefix(start) for folder in self.folders if folder.startswith(start) and folder != place]
 
     def files_of(self, folder: str) -> np.ndarray:
         """Indices of its files in `names`."""
-        first, last = bisect_left(self.folders, folder), bisect_right(self.folders, folder)
-        return np.arange(self.bounds[first], self.bounds[last])
+        if folder not in self.folders:
+            return np.arange(0)
+        at = self.folders.index(folder)
+        return np.arange(self.bounds[at], self.bounds[at + 1])
+
+    def source(self, files: np.ndarray, labels: np.ndarray | None = None, classes: Sequence[str] = ()) -> ImageList:
+        """Those at the indices `files`."""
+        return ImageList(self.names.take(files), labels, classes, self.root)
 
     def save(self, path: Path) -> None:
         """A line per file, as `--file_list` takes it."""
@@ -96,7 +139,16 @@ class Listing:
 
 def list_images(args: Namespace) -> Listing | None:
     """The images of `--data_path`, for all processes at once; None if `--data_set` is no folder."""
-    return on_first_process(partial(scan_or_read, args)) if args.data_set == "folder" else None
+    from util.data.arrow import list_rows, names_tables, table_files
+
+    if args.data_set != "folder":
+        return None
+    listing = None if names_tables(args.data_path) else on_first_process(partial(scan_or_read, args))
+    if listing is None or (not len(listing.names) and table_files(listing.root)):
+        return list_rows(args)
+    if args.image_column or args.label_column:
+        raise UserError(f"--image_column and --label_column are for tables, but {args.data_path} has image files")
+    return listing
 
 
 def save_beside(listing: Listing | None, args: Namespace) -> None:

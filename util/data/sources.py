@@ -1,9 +1,9 @@
-"""Where images come from: class folders, torchvision's small sets, built-in shapes, or any `Source` of your own."""
+"""Where images come from: class folders, Arrow tables, torchvision's small sets, built-in shapes, or any `Source` of
+your own."""
 
 import hashlib
 import os
 from argparse import Namespace
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,7 +14,7 @@ from torchvision import datasets
 from util.arguments import DEFAULT_DATA_PATH
 from util.checkpoint import reason_of
 from util.cli import UserError
-from util.data.listing import Listing, Names, list_images, read_regular
+from util.data.listing import ImageList, Listing, list_images, read_regular
 from util.data.shapes import ShapesDataset
 from util.misc import generator
 
@@ -50,43 +50,6 @@ def labels_of(source: Source) -> torch.Tensor:
 
 def image_names(source: Source) -> list[str]:
     return [source.name(index) for index in range(len(source))]
-
-
-class ImageList:
-    """Image files, with paths relative to `root`; without labels, they are all 0."""
-
-    def __init__(self, names: Names, labels: np.ndarray | None = None, classes: Sequence[str] = (), root: str = ""):
-        self.names, self.classes, self.root = names, list(classes), root
-        self.labels = np.zeros(len(names), np.int64) if labels is None else labels
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def read(self, index: int) -> bytes:
-        return read_regular(os.path.join(self.root, self.name(index)))
-
-    def label(self, index: int) -> int:
-        return int(self.labels[index])
-
-    def name(self, index: int) -> str:
-        return self.names[index]
-
-    def fingerprint(self) -> str:
-        """A hash of names, labels, and what the file system knows: reading files takes as long as an evaluation."""
-        digest = hashlib.sha256()
-        for index in range(len(self)):
-            known = file_status(os.path.join(self.root, self.name(index)))
-            digest.update(f"{self.name(index)}\0{self.label(index)}\0{known}\n".encode(errors="surrogateescape"))
-        return digest.hexdigest()
-
-
-def file_status(path: str) -> tuple[int, ...]:
-    """Changes with the content; empty for a broken link, which is reported as unreadable later."""
-    try:
-        status = os.stat(path)
-    except OSError:
-        return ()
-    return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 class TorchvisionSet:
@@ -180,7 +143,7 @@ def folder_source(args: Namespace, split: str, chosen: list[str] | None, listing
     labels = np.repeat(np.arange(len(classes)), [len(each) for each in files])
     if not len(labels):
         raise UserError(f"no images of the chosen classes in {os.path.join(listing.root, place)}")
-    return ImageList(listing.names.take(np.concatenate(files)), labels, classes, listing.root)
+    return listing.source(np.concatenate(files), labels, classes)
 
 
 def split_place(args: Namespace, split: str, listing: Listing) -> str:
@@ -207,7 +170,7 @@ def flat_source(args: Namespace, place: str, listing: Listing) -> ImageList:
     files = listing.files_of(place)
     if not len(files):
         raise UserError(f"--data_path: no images in {folder}, neither directly nor in class folders below it")
-    return ImageList(listing.names.take(files), root=listing.root)
+    return listing.source(files)
 
 
 def refuse_other_classes(listing: Listing, training: str, held_out: str, chosen: list[str] | None) -> None:
@@ -237,12 +200,12 @@ def choose_classes(classes: list[str], args: Namespace) -> list[str]:
         missing = sorted(set(wanted) - set(classes))
         if missing:
             raise UserError(f"--class_list {args.class_list} names classes without images: {', '.join(missing[:5])}")
-        return wanted
+        return [name for name in classes if name in wanted]
     if args.num_classes:
         if not 1 <= args.num_classes <= len(classes):
             raise UserError(f"--num_classes {args.num_classes}: choose from 1 to {len(classes)}, or 0 for all classes")
-        order = torch.randperm(len(classes), generator=generator("classes", args.class_seed)).tolist()
-        return sorted(classes[i] for i in order[: args.num_classes])
+        order = torch.randperm(len(classes), generator=generator("classes", args.class_seed))
+        return [classes[i] for i in order[: args.num_classes].sort().values.tolist()]
     return classes
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 
 from models_vit import VisionTransformer, infer_model, load_encoder
-from util.arguments import settle_shared_args
-from util.checkpoint import load_checkpoint, resolve_checkpoint
+from util.arguments import named_folder, settle_shared_args
+from util.checkpoint import load_checkpoint, resolve_checkpoint, settings_of
 from util.cli import UserError, file_name, logger
 from util.data.listing import Listing, list_images
 from util.data.sources import image_names, labels_of
-from util.datasets import ImageDataset, build_eval_dataset
+from util.datasets import ImageDataset, build_eval_dataset, pixel_statistics
 from util.evaluation.features import FeatureCache, FeatureSet, content_hash, extract_features, file_hash
 from util.misc import amp_dtype, init_distributed_mode, on_first_process, precision
 
@@ -42,7 +42,8 @@ class Subject:
     def data_name(self) -> str:
         if self.args.data_name:
             return self.args.data_name
-        return Path(self.args.data_path).resolve().name if self.args.data_set == "folder" else self.args.data_set
+        folder = self.args.data_set == "folder"
+        return named_folder(self.args.data_path).resolve().name if folder else self.args.data_set
 
     @property
     def file_name(self) -> str:
@@ -57,7 +58,13 @@ class Subject:
             "pooling": "global_pool" if args.global_pool else "cls_token",
             "input_size": list(args.input_size),
             "precision": precision(args.amp, self.device),
+            **self.own_statistics(),
         }
+
+    def own_statistics(self) -> dict:
+        """Mean and standard deviation of pixels, unless they are ImageNet's."""
+        mean, std = self.args.mean, self.args.std
+        return {} if (mean, std) == pixel_statistics(self.args.in_chans) else {"mean": mean, "std": std}
 
     def data_settings(self) -> dict:
         """The flags that chose the images."""
@@ -135,11 +142,16 @@ def subject_of(encoder: VisionTransformer, checkpoint: Path | None, device: torc
     args.model = args.model or infer_model(encoder.state_dict(), str(checkpoint))
     args.input_size = list(encoder.patch_embed.img_size)
     args.in_chans = encoder.patch_embed.proj.in_channels
+    trained = settings_of(load_checkpoint(checkpoint, check=False, mapped=True)) if checkpoint else {}
+    statistics = (getattr(args, name) or trained.get(name) for name in ("mean", "std"))
+    args.mean, args.std = pixel_statistics(args.in_chans, *statistics)
     listing = list_images(args)
-    classes = classes_of_training(checkpoint, listing, args)
+    classes = classes_of_training(trained.get("classes"), checkpoint, listing, args)
     datasets = {split: build_eval_dataset(args, split, classes, listing) for split in SPLITS}
     if not all(dataset.source.classes for dataset in datasets.values()):
-        raise UserError(f"--data_path {args.data_path} has no class folders, but an evaluation needs labels")
+        raise UserError(
+            f"--data_path {args.data_path} has no class folders or label column, but an evaluation needs labels"
+        )
     subject = Subject(
         args,
         encoder.to(device),
@@ -155,11 +167,12 @@ def subject_of(encoder: VisionTransformer, checkpoint: Path | None, device: torc
     return subject
 
 
-def classes_of_training(checkpoint: Path | None, listing: Listing | None, args: Namespace) -> list[str] | None:
+def classes_of_training(
+    trained: list[str] | None, checkpoint: Path | None, listing: Listing | None, args: Namespace
+) -> list[str] | None:
     """The classes that the checkpoint was trained on, if the data has more and no flag chooses; else None."""
-    if checkpoint is None or listing is None or args.num_classes or args.class_list:
+    if listing is None or args.num_classes or args.class_list:
         return None
-    trained = (load_checkpoint(checkpoint, check=False, mapped=True).get("args") or {}).get("classes")
     available = listing.classes(listing.place("train") or "")
     if not trained or not set(trained) < set(available):
         return None
@@ -168,7 +181,7 @@ def classes_of_training(checkpoint: Path | None, listing: Listing | None, args: 
         return None
     number = f"{len(trained)} of {len(available)}"
     logger.info("only the %s classes that %s was trained on; --num_classes 0 takes all", number, checkpoint)
-    return sorted(trained)
+    return [name for name in available if name in trained]
 
 
 def feature_folder(args: Namespace) -> Path | None:

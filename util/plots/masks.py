@@ -17,7 +17,7 @@ from torchvision.utils import make_grid
 
 from masking import mask_health
 from models_mae import MaskedAutoencoderViT
-from util.datasets import pixel_statistics
+from util.datasets import Values, pixel_statistics
 from util.plots.snapshot import Snapshot
 from util.plots.style import COLOURS, MARKERS, verbatim
 
@@ -65,7 +65,7 @@ def draw_block(snapshot: Snapshot, imgs: torch.Tensor, seed: int = 0, true_stats
     """Mask and reconstruct normalised images [N, C, H, W]."""
     done, model = snapshot.mask(imgs, seed), snapshot.model
     restored = reconstruction(model, imgs, done.pred, done.mask, true_stats)
-    images, restored = (as_rgb(x).permute(0, 2, 3, 1).cpu().numpy() for x in (imgs, restored))
+    images, restored = (as_rgb(x, *snapshot.statistics).permute(0, 2, 3, 1).cpu().numpy() for x in (imgs, restored))
     learned = snapshot.masking.learned
 
     def on_grid(x: torch.Tensor) -> np.ndarray:
@@ -334,6 +334,7 @@ def mask_picture(
     pred: torch.Tensor,
     mask: torch.Tensor,
     values: torch.Tensor | None = None,
+    statistics: tuple[Values, Values] = (None, None),
     min_side: int = 64,
 ) -> torch.Tensor:
     """A picture [3, height, width] in [0, 1] with a column per image. From the top: the image, the masking module's
@@ -341,7 +342,7 @@ def mask_picture(
     imgs = imgs.float()
     patches = model.patchify(imgs)
     masked = model.unpatchify(patches * (1 - mask.unsqueeze(-1)))  # 0 is the mean colour: grey
-    rows = [as_rgb(imgs), as_rgb(masked), as_rgb(reconstruction(model, imgs, pred, mask))]
+    rows = [as_rgb(x, *statistics) for x in (imgs, masked, reconstruction(model, imgs, pred, mask))]
     if values is not None:
         heat = heat_of(values).reshape(-1, 1, *model.patch_embed.grid_size)
         rows.insert(1, F.interpolate(heat, imgs.shape[-2:], mode="nearest").expand(-1, 3, -1, -1))
@@ -352,7 +353,8 @@ def mask_picture(
     return make_grid(tiles, nrow=columns, padding=2, pad_value=1.0)
 
 
-def as_rgb(imgs: torch.Tensor) -> torch.Tensor:
+def as_rgb(imgs: torch.Tensor, mean: Values = None, std: Values = None) -> torch.Tensor:
     """Undo the normalisation of [N, C, H, W], clip to [0, 1], and show grey images as RGB; alpha is not shown."""
-    mean, std = (imgs.new_tensor(values).view(-1, 1, 1) for values in pixel_statistics(imgs.shape[1]))
-    return (imgs * std + mean).clamp(0, 1)[:, :3].expand(-1, 3, -1, -1)
+    mean, std = pixel_statistics(imgs.shape[1], mean, std)
+    imgs = imgs * imgs.new_tensor(std).view(-1, 1, 1) + imgs.new_tensor(mean).view(-1, 1, 1)
+    return imgs.clamp(0, 1)[:, :3].expand(-1, 3, -1, -1)

@@ -18,7 +18,7 @@ from util.cli import ArgumentParser, UserError, logger
 from util.data.decode import MODES, open_image, to_mode
 from util.data.listing import Names, list_images
 from util.data.sources import ImageList, Source, build_source
-from util.datasets import build_eval_transform
+from util.datasets import Values, build_eval_transform
 from util.misc import generator
 from util.plots.style import short_names, verbatim
 
@@ -53,6 +53,11 @@ class Snapshot:
         masks = f"{self.masking.settings.masking} masks"
         parts.append(masks if self.lambda_cl is None else f"$\\lambda_{{CL}}$ = {self.lambda_cl:.2f}")
         return ", ".join(parts)
+
+    @property
+    def statistics(self) -> tuple[Values, Values]:
+        """Mean and standard deviation of pixels, where the file tells."""
+        return self.settings.get("mean"), self.settings.get("std")
 
     @torch.no_grad()
     def mask(self, imgs: torch.Tensor, seed: int = 0, first: int = 0) -> Masked:
@@ -199,6 +204,7 @@ def readable_image(source: Source, index: int) -> Image.Image | None:
 
 def as_input(images: list[Image.Image], snapshot: Snapshot, device: torch.device) -> torch.Tensor:
     """Images [N, C, H, W] as the snapshot's networks take them."""
-    in_chans = snapshot.model.in_chans
-    transform = build_eval_transform(Namespace(input_size=list(snapshot.model.img_size), in_chans=in_chans))
+    in_chans, (mean, std) = snapshot.model.in_chans, snapshot.statistics
+    size = list(snapshot.model.img_size)
+    transform = build_eval_transform(Namespace(input_size=size, in_chans=in_chans, mean=mean, std=std))
     return torch.stack([transform(to_mode(image, MODES[in_chans])) for image in images]).to(device)

@@ -16,6 +16,7 @@ import sys
 import time
 from argparse import Namespace, _ArgumentGroup
 from contextlib import suppress
+from glob import glob
 from pathlib import Path
 
 import submitit
@@ -173,8 +174,8 @@ def check_before_submission(program: str, args: Namespace) -> None:
     settle_shared_args(own)
     if hasattr(module, "check_args"):  # argparse alone checks main_knn.py's and main_fewshot.py's
         module.check_args(own)
-    if args.data_set == "folder" and not Path(args.data_path).is_dir():
-        logger.warning("--data_path %s is not a folder on this machine; do the cluster's nodes see it?", args.data_path)
+    if args.data_set == "folder" and not args.data_path.startswith("hf:") and not glob(args.data_path):
+        logger.warning("--data_path %s does not exist on this machine; do the cluster's nodes see it?", args.data_path)
     for flag in ("finetune", "init"):
         path = getattr(args, flag, "")
         if path and not is_hub_name(path) and not Path(path).exists():

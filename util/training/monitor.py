@@ -93,7 +93,9 @@ class Monitor:
         loss, pred, mask = model(imgs, ask.mask_ratio, **masking.choose(ask, values))
         if log_writer:
             n = PICTURED_IMAGES
-            picture = mask_picture(model, imgs[:n], pred[:n], mask[:n], None if values is None else values[:n])
+            shown = None if values is None else values[:n]
+            statistics = self.args.mean, self.args.std
+            picture = mask_picture(model, imgs[:n], pred[:n], mask[:n], shown, statistics)
             log_writer.add_image("image, score, mask, reconstruction", picture, (epoch + 1) * 1000)
         random_loss, _, _ = model(imgs, ask.mask_ratio, noise=ask.uniform())
         edges = edge_contrast(edge_scores(imgs, imgs.shape[-1] // masking.grid[1]), mask)

@@ -23,7 +23,7 @@ FIRST_SCALE = 2.0**16  # of a gradient scaler; lower ones tell of steps that wer
 FREE = {
     *("output_dir", "log_dir", "track", "save_every", "save_minutes", "keep", "vis_every", "knn_every"),
     *("resume", "init", "finetune", "start_epoch", "allow_changes", "eval", "dist_eval", "data_name", "classes"),
-    *("data_path", "download", "file_list", "class_list", "max_bad_images", "num_workers", "pin_mem"),
+    *("data_path", "cache_dir", "download", "file_list", "class_list", "max_bad_images", "num_workers", "pin_mem"),
     *(
         "device",
         "amp",
