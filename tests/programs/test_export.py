@@ -191,10 +191,7 @@ def test_transformers_prepares_images_as_our_evaluations(export, tmp_path, in_ch
     picture = np.random.default_rng(0).integers(0, 256, (50, 70, 3), dtype=np.uint8)
     picture = Image.fromarray(picture).resize((140, 100)).convert(MODES[in_chans])
     pixels = processor(picture, return_tensors="pt")["pixel_values"][0]
-    ours = build_eval_transform(Namespace(input_size=list(size), in_chans=in_chans))(picture)
-    if mean:  # undo ImageNet's
-        (m, s), ours = (torch.tensor(values).view(3, 1, 1) for values in pixel_statistics(3)), ours
-        ours = (ours * s + m - 0.5) / 0.5
+    ours = build_eval_transform(Namespace(input_size=list(size), in_chans=in_chans, mean=mean, std=mean))(picture)
     assert pixels.shape == ours.shape
     assert (pixels - ours).abs().max() < 2 / 255 / min(statistics[1]), "but for the rounding of resized pixels"
 

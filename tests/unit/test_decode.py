@@ -160,6 +160,7 @@ def red(mode):
 )
 def test_any_kind_of_file(mode, kind, in_chans, exactly):
     options = {"lossless": True} if kind == "WEBP" else {}
+    options |= {"compression": "tiff_lzw"} if mode == "YCbCr" else {}  # before 13, Pillow cannot read its own raw ones
     augment = Augmentation(SIZE, decode.MODES[in_chans], draw_crop, exactly)
     pixels = augment(content(red(mode), kind, **options), random.Random(0))
     assert (pixels.shape, pixels.dtype) == ((in_chans, *SIZE), torch.uint8)
