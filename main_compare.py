@@ -12,7 +12,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
-from util.cli import ArgumentParser, UserError, file_name, logger, plain, run
+from util.cli import ArgumentParser, UserError, file_name, label, logger, plain, run
 from util.evaluation.compare import Comparison, caveats, compare
 from util.evaluation.results import FEW_SHOT, RESULTS, read_run
 from util.evaluation.tables import (
@@ -32,7 +32,9 @@ from util.plots.style import save_figure, short_names
 def get_args_parser() -> ArgumentParser:
     parser = ArgumentParser("main_compare.py", description=str(__doc__).split("\n")[0])
     parser.add_argument("folders", metavar="DIR", nargs="+", help=f"folder with {RESULTS}; the first is the baseline")
-    parser.add_argument("--names", nargs="+", default=None, help="names of the runs; default: those of the folders")
+    parser.add_argument(
+        "--names", type=label, nargs="+", default=None, help="names of the runs; default: those of the folders"
+    )
     parser.add_argument("--output_dir", default="./compare", help="tables and curves; '' writes nothing")
     return parser
 

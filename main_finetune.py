@@ -30,6 +30,7 @@ from util.cli import (
     answer_early,
     count,
     count_or_zero,
+    label,
     logger,
     non_negative,
     number,
@@ -88,7 +89,7 @@ def get_args_parser() -> ArgumentParser:
     )
     images.add_argument("--reprob", default=0.25, type=probability, help="probability of erasing parts of an image")
     images.add_argument("--remode", default="pixel", choices=ERASING, help="what takes their place")
-    images.add_argument("--recount", default=1, type=count, help="most parts to erase")
+    images.add_argument("--recount", default=1, type=number(int, at_least=1, at_most=1000), help="most parts to erase")
     images.add_argument("--resplit", action="store_true", help="as upstream, without effect: all views are augmented")
 
     mixes = parser.add_argument_group("mixup and cutmix")
@@ -108,7 +109,7 @@ def get_args_parser() -> ArgumentParser:
     out = parser.add_argument_group("output and resuming")
     out.add_argument("--output_dir", default=DEFAULT_OUTPUT_DIR, help="checkpoints and results; '' writes nothing")
     out.add_argument("--log_dir", default=DEFAULT_OUTPUT_DIR, help="TensorBoard; follows --output_dir unless given")
-    out.add_argument("--data_name", help="the data's name in tables; default: its folder or set")
+    out.add_argument("--data_name", type=label, help="the data's name in tables; default: its folder or set")
     out.add_argument("--resume", default="", help="checkpoint to continue, or auto: the newest in --output_dir")
     out.add_argument("--eval", action="store_true", help="only test the fine-tuned checkpoint that --resume names")
     out.add_argument("--dist_eval", action="store_true", help="as upstream; processes always share the evaluation")
@@ -247,7 +248,7 @@ def train(subject: Subject, config: str, log_writer: Board, args: Namespace) -> 
     loss_guard = LossGuard(state.loss_scales())
     test, by_epoch = None, accuracy_by_epoch(args)
     start_time = time.monotonic()
-    with StopRequest() as stop, manual_garbage_collection(), Saver(state, stop, log_writer, args) as saver:
+    with StopRequest(data_loader) as stop, manual_garbage_collection(), Saver(state, stop, log_writer, args) as saver:
         for epoch in range(start.epoch, args.epochs):
             resumed = start if epoch == start.epoch else Start(epoch)
             iterations = steps_per_epoch * args.accum_iter

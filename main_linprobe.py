@@ -23,6 +23,7 @@ from util.cli import (
     count_or_zero,
     logger,
     non_negative,
+    place_in_world,
     positive,
     run,
 )
@@ -63,7 +64,6 @@ def get_args_parser() -> ArgumentParser:
 
 answer_early(__name__, get_args_parser)
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,7 +96,7 @@ def check_args(args: Namespace) -> None:
         raise UserError(f"--start_epoch {args.start_epoch} leaves none of the {args.epochs} --epochs to train")
     if args.eval != (args.resume not in ("", "auto")):
         raise UserError("--eval goes with --resume FILE, the .pth of a finished probe; --resume auto continues one")
-    if args.batch_size * int(os.environ.get("WORLD_SIZE", 1)) < 2:
+    if args.batch_size * place_in_world()[1] < 2:
         raise UserError("--batch_size 1: batch normalisation needs at least two images")
     if args.lr_grid is not None and args.lr is not None:
         raise UserError("--lr_grid takes base learning rates to choose from, and no --lr beside it")

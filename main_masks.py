@@ -13,13 +13,13 @@ explained in util/evaluation/forensics.py; lines below the table say what to loo
 from argparse import Namespace
 
 from util.arguments import add_image_arguments
-from util.cli import ArgumentParser, UserError, answer_early, count, logger, run, seed_number
+from util.cli import ArgumentParser, UserError, answer_early, count, label, logger, run, seed_number
 
 
 def get_args_parser() -> ArgumentParser:
     parser = ArgumentParser("main_masks.py", description=str(__doc__).split("\n")[0])
     parser.add_argument("runs", metavar="RUN", nargs="+", help="runs' folders, checkpoints, or .npz files of masks")
-    parser.add_argument("--names", nargs="+", help="names of the runs; default: those of their folders")
+    parser.add_argument("--names", type=label, nargs="+", help="names of the runs; default: those of their folders")
     parser.add_argument("--judge", help="run or checkpoint of a vanilla MAE on the same data; measures difficulty")
     parser.add_argument("--moments", default=5, type=count, help="checkpoints of each run, evenly spread; 1: the last")
     add_image_arguments(parser, number="1000")

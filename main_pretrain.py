@@ -83,7 +83,7 @@ def get_args_parser() -> ArgumentParser:
     model.add_argument(
         "--input_size", default=224, type=count, nargs="+", help="image side in pixels, or height and width"
     )
-    model.add_argument("--in_chans", default=3, type=int, choices=CHANNELS, help="channels: grey, RGB or RGBA")
+    model.add_argument("--in_chans", default=3, type=count, choices=CHANNELS, help="channels: grey, RGB or RGBA")
     add_statistics_arguments(model, "ImageNet's")
     model.add_argument(
         "--norm_pix_loss", action="store_true", help="reconstruct patches normalised by their mean and deviation; on"
@@ -365,7 +365,11 @@ def train(
     def moment(epoch: int, step: int) -> dict:
         return masking.moment(epoch, step / total_steps)
 
-    with StopRequest() as stop, manual_garbage_collection(), Saver(state, stop, log_writer, args, moment) as saver:
+    with (
+        StopRequest(data_loader) as stop,
+        manual_garbage_collection(),
+        Saver(state, stop, log_writer, args, moment) as saver,
+    ):
         for epoch in range(start.epoch, args.epochs):
             resumed = start if epoch == start.epoch else Start(epoch)
             iterations = steps_per_epoch * args.accum_iter

@@ -16,13 +16,13 @@ All of it for several runs, with a slider over training, as one file for a brows
 from argparse import Namespace
 
 from util.arguments import add_image_arguments
-from util.cli import ArgumentParser, UserError, answer_early, count, file_name, logger, plain, run, seed_number
+from util.cli import ArgumentParser, UserError, answer_early, count, file_name, label, logger, plain, run, seed_number
 
 
 def get_args_parser() -> ArgumentParser:
     parser = ArgumentParser("main_visualize.py", description=str(__doc__).split("\n")[0])
     parser.add_argument("runs", metavar="CHECKPOINT", nargs="+", help="checkpoints, or runs' folders with some")
-    parser.add_argument("--names", nargs="+", help="titles of the runs; default: those of their folders")
+    parser.add_argument("--names", type=label, nargs="+", help="titles of the runs; default: those of their folders")
 
     what = parser.add_argument_group("what to draw (default: --grid masks)")
     what.add_argument(
@@ -200,6 +200,8 @@ def main(args: Namespace) -> None:
     runs = checkpoints_by_run(args)
     written = [write_report(runs, args)] if args.html else []
     if args.grid or args.curve or args.animate:
+        if not args.output_dir:
+            raise UserError("--output_dir is empty; name a folder for the pictures")
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     if args.grid or args.animate:
         first = next(iter(runs.values()))[0]

@@ -8,6 +8,7 @@ All get the same float32 features, threads and k. The others' indexes are built 
 Rounds alternate; ratios are of the same round.
 """
 
+import os
 import resource
 from argparse import Namespace
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 
 from benchmarks.timing import alternate, median, ratio
-from util.cli import ArgumentParser, UserError, logger, run
+from util.cli import ArgumentParser, UserError, count, logger, number, positive, run
 from util.evaluation.neighbours import nearest_neighbours
 from util.evaluation.tables import show_table
 from util.misc import generator
@@ -26,13 +27,14 @@ Search = Callable[[int], np.ndarray]  # given the round, returns neighbours' ind
 
 def get_args_parser() -> ArgumentParser:
     parser = ArgumentParser("benchmarks.bench_knn", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--train", default=50_000, type=int, help="training vectors")
-    parser.add_argument("--queries", default=8_192, type=int, help="query vectors")
-    parser.add_argument("--width", default=768, type=int, help="their width")
-    parser.add_argument("--k", default=20, type=int, help="neighbours")
-    parser.add_argument("--rounds", default=5, type=int, help="alternating repetitions")
-    parser.add_argument("--threads", default=torch.get_num_threads(), type=int, help="of each")
-    parser.add_argument("--block_mb", default=256, type=float, help="memory of a block, ours")
+    parser.add_argument("--train", default=50_000, type=count, help="training vectors")
+    parser.add_argument("--queries", default=8_192, type=count, help="query vectors")
+    parser.add_argument("--width", default=768, type=count, help="their width")
+    parser.add_argument("--k", default=20, type=count, help="neighbours")
+    parser.add_argument("--rounds", default=5, type=count, help="alternating repetitions")
+    cores = number(int, at_least=1, at_most=os.cpu_count() or 1)
+    parser.add_argument("--threads", default=torch.get_num_threads(), type=cores, help="of each")
+    parser.add_argument("--block_mb", default=256, type=positive, help="memory of a block, ours")
     parser.add_argument("--only", default=None, choices=["ours", "faiss", "sklearn"], help="measure one alone")
     return parser
 
@@ -68,6 +70,8 @@ def build_searches(train: torch.Tensor, queries: torch.Tensor, args: Namespace) 
 
 
 def main(args: Namespace) -> None:
+    if args.k > args.train:
+        raise UserError(f"--k {args.k}: there are only {args.train} training vectors (--train)")
     torch.set_num_threads(args.threads)
     train, queries = features(args.train, args.width, "train"), features(args.queries, args.width, "queries")
     searches = build_searches(train, queries, args)

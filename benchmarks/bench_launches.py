@@ -31,7 +31,7 @@ HOST = 5e-6  # seconds in which the host launches a kernel; an assumption
 def get_args_parser() -> ArgumentParser:
     parser = ArgumentParser("benchmarks.bench_launches", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", default="mae_vit_base", choices=sorted(MODELS), help="its size")
-    parser.add_argument("--input_size", default=None, type=int, help="default: 32 for micro, else 224")
+    parser.add_argument("--input_size", default=None, type=count, help="default: 32 for micro, else 224")
     parser.add_argument("--batch_size", default=[64, 512], nargs="+", type=count, help="images per iteration")
     parser.add_argument("--methods", default=METHODS, nargs="+", choices=bench_step.METHODS, help="the first is 1")
     parser.add_argument("--inside", action="store_true", help="(internal) this process sees the fake GPU")

@@ -26,7 +26,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.datasets.folder import IMG_EXTENSIONS, pil_loader
 
 from benchmarks.timing import alternate, ratio
-from util.cli import ArgumentParser, UserError, logger, run
+from util.cli import ArgumentParser, UserError, count, logger, number, positive, run
 from util.crop import draw_crop
 from util.data import decode
 from util.data.arrow import list_rows
@@ -39,14 +39,20 @@ from util.evaluation.tables import show_table
 def get_args_parser() -> ArgumentParser:
     parser = ArgumentParser("benchmarks.bench_loader", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--data_path", default=None, help="folder with JPEGs somewhere below; default: made")
-    parser.add_argument("--images", default=128, type=int, help="made, or read of a folder")
-    parser.add_argument("--width", default=480, type=int, help="of the images made")
-    parser.add_argument("--height", default=405, type=int, help="of the images made")
-    parser.add_argument("--input_size", default=224, type=int, help="side of what an image becomes")
-    parser.add_argument("--batch_size", default=64, type=int, help="images per batch")
-    parser.add_argument("--rounds", default=7, type=int, help="alternating repetitions")
-    parser.add_argument("--num_workers", default=[0, 1, 2], type=int, nargs="+", help="loader processes to try")
-    parser.add_argument("--seconds", default=10, type=float, help="for each number of loader processes")
+    parser.add_argument("--images", default=128, type=count, help="made, or read of a folder")
+    parser.add_argument("--width", default=480, type=count, help="of the images made")
+    parser.add_argument("--height", default=405, type=count, help="of the images made")
+    parser.add_argument("--input_size", default=224, type=count, help="side of what an image becomes")
+    parser.add_argument("--batch_size", default=64, type=count, help="images per batch")
+    parser.add_argument("--rounds", default=7, type=count, help="alternating repetitions")
+    parser.add_argument(
+        "--num_workers",
+        default=[0, 1, 2],
+        type=number(int, at_least=0, at_most=64),
+        nargs="+",
+        help="loader processes to try",
+    )
+    parser.add_argument("--seconds", default=10, type=positive, help="for each number of loader processes")
     return parser
 
 
@@ -54,7 +60,7 @@ def make_images(folder: Path, args: Namespace) -> None:
     """Like photographs to a decoder: structure at all scales with a spectrum of about 1/f, and some grain."""
     rng, size = np.random.default_rng(0), (args.width, args.height)
     for i in range(args.images):
-        image = 128 + rng.normal(0, 3, (args.height, args.width, 1))
+        image = np.full((args.height, args.width, 3), 128) + rng.normal(0, 3, (args.height, args.width, 1))
         for side in 2 ** np.arange(2, int(np.log2(max(size))) + 1):
             layer = Image.fromarray(rng.integers(0, 256, (side, side, 3), dtype=np.uint8))
             resampling = (Image.Resampling.BICUBIC, Image.Resampling.NEAREST)[i % 2]

@@ -53,7 +53,7 @@ PER_TURN = 4  # iterations of a method before the next has its turn: a multiple 
 def get_args_parser() -> ArgumentParser:
     parser = ArgumentParser("benchmarks.bench_step", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", default="mae_vit_micro_patch4", choices=sorted(MODELS), help="its size")
-    parser.add_argument("--input_size", default=None, type=int, help="default: 32 for micro, else 224")
+    parser.add_argument("--input_size", default=None, type=count, help="default: 32 for micro, else 224")
     parser.add_argument("--batch_size", default=64, type=count, help="images per iteration")
     parser.add_argument("--rounds", default=5, type=count, help="turns of each method, after one to warm up")
     eager = [name for name in METHODS if "compiled" not in name]

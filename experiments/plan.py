@@ -15,7 +15,7 @@ from pathlib import Path
 
 import main_pretrain
 from experiments.recipes import EVALUATIONS, SCALES, Recipe, Variant
-from util.arguments import named_folder
+from util.arguments import name_of_data
 from util.checkpoint import load_checkpoint
 from util.cli import UserError
 from util.evaluation.features import file_hash
@@ -148,11 +148,9 @@ def parse(flags: list[str]) -> Namespace:
 
 def data_name(args: Namespace) -> str:
     """As the evaluations name it in their results."""
-    if args.data_set != "folder":
-        return args.data_set
-    if not args.data_path:
+    if args.data_set == "folder" and not args.data_path:
         raise UserError("--data_path is missing: give a folder of images, or use --data_set shapes, which is built in")
-    return named_folder(args.data_path).resolve().name
+    return name_of_data(args)
 
 
 def data_folder(args: Namespace) -> Path:

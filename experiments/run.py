@@ -27,7 +27,7 @@ from experiments.runner import command, work
 from experiments.table import build_tables
 from util.arguments import DATA_SETS
 from util.checkpoint import write_text
-from util.cli import ArgumentParser, UserError, logger, run
+from util.cli import ArgumentParser, UserError, count, logger, run, seed_number
 from util.data.sources import build_source
 from util.evaluation.tables import SIGNIFICANT, Table, as_markdown, as_text, markdown
 from util.training.launcher import add_resource_arguments
@@ -50,7 +50,9 @@ def add_run_arguments(parser: ArgumentParser, scales: list[str], output_dir: str
 
     what = parser.add_argument_group("what to run")
     what.add_argument("--scale", default="small", choices=scales, help="a laptop's, or a cluster's (full)")
-    what.add_argument("--seeds", default=[0], type=int, nargs="+", help="a pretraining for each; gives deviations")
+    what.add_argument(
+        "--seeds", default=[0], type=seed_number, nargs="+", help="a pretraining for each; gives deviations"
+    )
     what.add_argument("--data_set", default="folder", choices=DATA_SETS, help="to pretrain on; shapes is built in")
     what.add_argument("--data_path", default=None, help="where it lies")
     what.add_argument("--download", action="store_true", help="let torchvision fetch it to there first")
@@ -59,7 +61,7 @@ def add_run_arguments(parser: ArgumentParser, scales: list[str], output_dir: str
 
     where = parser.add_argument_group("where to run it")
     where.add_argument("--cluster", default="local", choices=["local", "slurm"], help="this machine, or job arrays")
-    where.add_argument("--jobs", default=None, type=int, help="local: runs at a time; default: as devices allow")
+    where.add_argument("--jobs", default=None, type=count, help="local: runs at a time; default: as devices allow")
     where.add_argument("--device", default=None, help="default: cuda if there is one, else cpu")
     add_resource_arguments(where)
     parser.set_defaults(nodes=1, ngpus=None)
@@ -79,8 +81,6 @@ def settle_run_args(args: Namespace) -> None:
     """Of the flags that all planning programs share."""
     if len(set(args.seeds)) < len(args.seeds):
         raise UserError(f"--seeds {' '.join(map(str, args.seeds))}: give each seed once")
-    if args.jobs is not None and args.jobs < 1:
-        raise UserError(f"--jobs {args.jobs} must be at least 1")
     if args.ngpus is None:
         largest = 8 if args.cluster == "slurm" else torch.cuda.device_count()
         args.ngpus = largest if args.scale == "full" else min(largest, 1)

@@ -108,7 +108,7 @@ def program(monkeypatch, capsys):
         captured = capsys.readouterr()
         return code, captured.out, captured.err
 
-    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    handlers = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGINT, signal.SIGALRM)}
     yield call
     for number, handler in handlers.items():  # a program that is about to end ignores them
         signal.signal(number, handler)

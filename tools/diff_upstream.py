@@ -27,7 +27,7 @@ from models_mae import MaskedAutoencoderViT
 from tools import mae_probe
 from tools import upstream_source as source
 from tools.upstream_source import CHANGED, MISSING, SAME
-from util.cli import ArgumentParser, UserError, logger, run
+from util.cli import ArgumentParser, UserError, logger, positive, run
 from util.misc import generator
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -202,20 +202,18 @@ def get_args_parser() -> ArgumentParser:
     parser.add_argument("--markdown", default=None, metavar="FILE", help="write the report as Markdown, too")
     text = "runs upstream's models, such as beside old timm; default: the one that runs this"
     parser.add_argument("--python", default=None, metavar="INTERPRETER", help=text)
-    parser.add_argument("--timeout", default=600, type=float, help="seconds that the models of each tree may take")
+    parser.add_argument("--timeout", default=600, type=positive, help="seconds that the models of each tree may take")
     return parser
 
 
 def main(args: Namespace) -> None:
-    upstream = Path(args.upstream).resolve()
+    upstream = Path(os.path.realpath(args.upstream))
     if not (upstream / "models_mae.py").is_file():
         raise UserError(f"{args.upstream} has no models_mae.py; name a checkout of facebookresearch/mae")
     python = shutil.which(args.python or sys.executable)
     if python is None:
         raise UserError(f"--python {args.python} is not a program; name a Python interpreter")
-    if args.timeout <= 0:
-        raise UserError(f"--timeout {args.timeout:g} must be above 0")
-    if args.markdown is not None and not Path(args.markdown).resolve().parent.is_dir():
+    if args.markdown is not None and not Path(os.path.abspath(args.markdown)).parent.is_dir():
         raise UserError(f"--markdown {args.markdown}: {Path(args.markdown).parent} is not a folder")
     with tempfile.TemporaryDirectory() as folder:
         make_inputs(inputs := Path(folder, "inputs.npz"))

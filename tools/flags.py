@@ -30,9 +30,7 @@ exit code 2."""
 
 
 def get_args_parser() -> ArgumentParser:
-    parser = ArgumentParser("python -m tools.flags", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--output", default=str(PAGE), help="file to write")
-    return parser
+    return ArgumentParser("python -m tools.flags", description=(__doc__ or "").split("\n")[0])
 
 
 def reference() -> str:
@@ -69,9 +67,9 @@ def row(action: argparse.Action) -> str:
     return f"| {names} | {shown} | {meaning} |"
 
 
-def main(args: Namespace) -> None:
-    Path(args.output).write_text(reference(), encoding="utf-8")
-    logger.info("%s", args.output)
+def main(_: Namespace) -> None:
+    PAGE.write_text(reference(), encoding="utf-8")
+    logger.info("%s", PAGE)
 
 
 if __name__ == "__main__":

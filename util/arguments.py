@@ -6,7 +6,7 @@ import os
 from argparse import Namespace, _ArgumentGroup
 from pathlib import Path
 
-from util.cli import ArgumentParser, UserError, count, count_or_zero, non_negative, number, seed_number
+from util.cli import ArgumentParser, UserError, count, count_or_zero, label, non_negative, number, seed_number
 
 DEFAULT_OUTPUT_DIR = "./output_dir"
 DEFAULT_DATA_PATH = "data/imagenet"
@@ -137,7 +137,7 @@ def add_machine_arguments(parser: ArgumentParser) -> _ArgumentGroup:
 def add_distributed_arguments(parser: ArgumentParser) -> None:
     dist = parser.add_argument_group("distributed (set by launchers)")
     dist.add_argument("--world_size", default=1, type=count, help="number of processes")
-    dist.add_argument("--local_rank", default=-1, type=int, help="process number on this machine")
+    dist.add_argument("--local_rank", default=-1, type=number(int, at_least=-1), help="process number on this machine")
     dist.add_argument("--dist_on_itp", action="store_true", help="not supported: use torchrun")
     dist.add_argument("--dist_url", default="env://", help="where processes meet")
 
@@ -157,7 +157,7 @@ def add_encoder_arguments(parser: ArgumentParser) -> None:
     encoder.add_argument(
         "--input_size", type=count, nargs="+", help="side, or height and width, in pixels; default: the checkpoint's"
     )
-    encoder.add_argument("--in_chans", type=int, choices=CHANNELS, help="channels; default: the checkpoint's")
+    encoder.add_argument("--in_chans", type=count, choices=CHANNELS, help="channels; default: the checkpoint's")
     add_statistics_arguments(encoder, "the checkpoint's")
     encoder.add_argument("--global_pool", action="store_true", help="feature: mean of the patch tokens, normalised")
     encoder.add_argument("--cls_token", action="store_false", dest="global_pool", help="feature: the [CLS] token")
@@ -170,7 +170,7 @@ def add_result_arguments(parser: ArgumentParser) -> None:
     add_config_argument(out)
     out.add_argument("--output_dir", default=DEFAULT_OUTPUT_DIR, help="results.jsonl, predictions; '' writes nothing")
     out.add_argument("--log_dir", default=DEFAULT_OUTPUT_DIR, help="TensorBoard; follows --output_dir unless given")
-    out.add_argument("--data_name", help="the data's name in tables; default: its folder or set")
+    out.add_argument("--data_name", type=label, help="the data's name in tables; default: its folder or set")
     out.add_argument("--no_cache", action="store_true", help="neither read nor write extracted features")
     out.add_argument(
         "--verify_cache",
@@ -194,6 +194,12 @@ def add_image_arguments(parser: ArgumentParser, number: str) -> None:
     images.add_argument("--images", nargs="+", default=[], help="image files, or folders with some")
     images.add_argument("--num_images", type=count, help=f"default: {number}")
     add_data_arguments(parser)
+
+
+def name_of_data(args: Namespace) -> str:
+    """In results, unless --data_name says otherwise."""
+    folder = args.data_set == "folder"
+    return os.path.basename(os.path.realpath(named_folder(args.data_path))) if folder else args.data_set
 
 
 def refuse_unused_data_flags(args: Namespace) -> None:

@@ -118,8 +118,8 @@ def open_tensorboard(log_dir: str, begin: int | None) -> SummaryWriter:
     threading.excepthook = leave_to_the_caller
     try:
         return SummaryWriter(log_dir, purge_step=None if begin is None else begin + 1)
-    except OSError as error:
-        raise UserError(f"--log_dir {log_dir} cannot be written: {error.strerror}") from None
+    except (OSError, ValueError) as error:  # the latter of a URL
+        raise UserError(f"--log_dir {log_dir} cannot be written: {getattr(error, 'strerror', error)}") from None
 
 
 def leave_to_the_caller(args: threading.ExceptHookArgs) -> None:

@@ -7,7 +7,6 @@ import errno
 import hashlib
 import json
 import logging
-import math
 import multiprocessing
 import os
 import re
@@ -29,6 +28,8 @@ logger = logging.getLogger("clmae")
 ROOT = Path(__file__).resolve().parent.parent
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # requests for an orderly stop
 LOG_INTERVAL = 20  # iterations between reports
+LARGEST_NUMBER = 10**9  # of any flag
+LONGEST_LABEL = 255  # characters; that much may be the name of a folder, which labels are by default
 LONGEST_NAME = 150  # bytes; file systems take 255, and a file's name holds more than this one
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 CONTROLS = re.compile(r"\033(?!\[[01]m)|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f]")  # all but \n, \t and our bold print
@@ -36,6 +37,19 @@ CONTROLS = re.compile(r"\033(?!\[[01]m)|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f]")
 PLACES = {
     *("config", "output_dir", "log_dir", "resume", "allow_changes", "device"),
     *("world_size", "local_rank", "dist_on_itp", "dist_url"),
+}
+LAUNCHER = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None  # torchrun's process, if it started this one
+INTERRUPTED_BY_HAND = 130  # the exit code of a program that Ctrl-C ends
+FEW_DESCRIPTORS = "too few file descriptors: raise the limit with `ulimit -n`, or lower --num_workers"
+SHM_FULL = "/dev/shm is full, through which loader processes hand over batches: enlarge it, or use --num_workers 0"
+OUT_OF_MEMORY = "out of memory: lower --batch_size, --input_size or --num_workers, or take a smaller --model"
+SHORTAGES = {  # known by error number, or by what torch says
+    FEW_DESCRIPTORS: ((errno.EMFILE, errno.ENFILE), ("Too many open files", "items of ancdata")),
+    SHM_FULL: ((), ("out of shared memory", "shared memory(shm)", "unable to write to file </torch_", "/dev/shm")),
+    OUT_OF_MEMORY: (
+        (errno.ENOMEM,),
+        ("out of memory", "allocate memory", "enough memory", "start new thread", "size calculation overflowed"),
+    ),
 }
 Item = TypeVar("Item")
 
@@ -52,14 +66,23 @@ class TrainingDiverged(RuntimeError):
     exit_code = 3
 
 
-class Interrupted(RuntimeError):
-    """A signal asked the run to stop, and its state is saved: `--resume auto` continues from here."""
+class OutOfResources(RuntimeError):
+    """The machine has too little memory, shared memory or file descriptors for what the flags ask for."""
+
+    exit_code = 3
+
+
+class Interrupted(BaseException):
+    """A signal asked the run to stop. All processes leave `together` if they agreed on it, with their state saved.
+
+    It is no Exception, because a signal may come while one is handled that says something else of an image or a file.
+    """
 
     exit_code = 75  # EX_TEMPFAIL in sysexits.h: try again
 
-    def __init__(self, message: str, received: set[signal.Signals]):
+    def __init__(self, message: str, received: set[signal.Signals], together: bool = True):
         super().__init__(message)
-        self.received = received
+        self.received, self.together = received, together
 
 
 # --- Flags ---
@@ -96,6 +119,8 @@ class ArgumentParser(argparse.ArgumentParser):
         for word in words:
             if "\0" in word or word.encode(errors="ignore").decode() != word:
                 self.error(f"{where}{word!a}: names and paths must be valid UTF-8")
+            if word.startswith("--") and word.endswith("=--"):  # argparse would make an empty list of it
+                self.error(f"{word} has no value")
         return words
 
     def with_underscores(self, word: str) -> str:
@@ -109,8 +134,10 @@ class ArgumentParser(argparse.ArgumentParser):
         import yaml
 
         try:
-            text = (Path(path) if os.path.exists(path) else ROOT / path).read_text("utf-8")
-            entries = yaml.safe_load(text) or {}
+            place = Path(path) if os.path.exists(path) else ROOT / path
+            if place.exists() and not place.is_file():  # a pipe would be waited for
+                self.error(f"--config {path}: not a file")
+            entries = yaml.safe_load(place.read_text("utf-8")) or {}
         except OSError as error:
             self.error(f"--config {path}: {error.strerror}")
         except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -163,9 +190,10 @@ def number(
     below: float | None = None,
     at_most: float | None = None,
 ) -> Callable[[str], float]:
-    """A type for argparse: a finite int or float within bounds. The message of a bad value states the bounds."""
+    """A type for argparse: an int or float within bounds, finite, and no larger than any flag needs (larger numbers
+    overflow somewhere). The message of a bad value states the bounds."""
     bounds = {"above": above, "at least": at_least, "below": below, "at most": at_most}
-    demand = " and ".join(f"{name} {bound:g}" for name, bound in bounds.items() if bound is not None)
+    demand = " and ".join(f"{name} {bound:.10g}" for name, bound in bounds.items() if bound is not None)
     noun = "a whole number" if kind is int else "a number"
 
     def parse(text: str) -> float:
@@ -173,14 +201,16 @@ def number(
             value = kind(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is not {noun}") from None
-        if (
-            not math.isfinite(value)
-            or (above is not None and value <= above)
-            or (at_least is not None and value < at_least)
-            or (below is not None and value >= below)
-            or (at_most is not None and value > at_most)
-        ):
-            raise argparse.ArgumentTypeError(f"{text} must be {demand}" if demand else f"{text} must be finite")
+        within = (  # which nan never is
+            (above is None or value > above)
+            and (at_least is None or value >= at_least)
+            and (below is None or value < below)
+            and (at_most is None or value <= at_most)
+        )
+        if not within:
+            raise argparse.ArgumentTypeError(f"{text} must be {demand}")
+        if not abs(value) <= max(at_most or 0, LARGEST_NUMBER):
+            raise argparse.ArgumentTypeError(f"{text} must be finite, and at most {LARGEST_NUMBER:g}")
         return value
 
     return parse
@@ -192,7 +222,14 @@ fraction = number(above=0, at_most=1)
 probability = number(at_least=0, at_most=1)
 count = number(int, at_least=1)
 count_or_zero = number(int, at_least=0)
-seed_number = number(int, at_least=0)
+seed_number = number(int, at_least=0, at_most=2**32 - 1)
+
+
+def label(text: str) -> str:
+    """A type for argparse: a name for tables and plots, which take very long to draw with very long ones."""
+    if len(text) > LONGEST_LABEL:
+        raise argparse.ArgumentTypeError(f"{text[:20]!r}... is longer than {LONGEST_LABEL} characters")
+    return text
 
 
 def file_name(name: str) -> str:
@@ -211,8 +248,10 @@ def plain(text: str) -> str:
 
 
 def answer_early(name: str, get_args_parser: Callable[[], argparse.ArgumentParser]) -> None:
-    """In the program that was started (`name` is its __name__), answer --help and bad flags before heavy imports."""
+    """In the program that was started (`name` is its __name__), answer --help, bad flags and signals before heavy
+    imports, and signals during them."""
     if name == "__main__":
+        on_signals(leave_now, *STOP_SIGNALS, signal.SIGINT)
         get_args_parser().parse_args()
 
 
@@ -221,26 +260,26 @@ def answer_early(name: str, get_args_parser: Callable[[], argparse.ArgumentParse
 
 def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser, timestamps: bool = False) -> None:
     """Parse the flags and call `main`. A user's mistake ends in one sentence, an internal fault in a traceback."""
+    on_signals(leave_now, *STOP_SIGNALS, signal.SIGINT)
     args = parser.parse_args()
     setup_logging(timestamps)
     try:
-        with flags_named(parser, args):
+        with interruptible(), flags_named(parser, args):
             main(args)
-    except (UserError, TrainingDiverged) as error:
-        if int(os.environ.get("RANK", 0)) > 0:
+    except (UserError, TrainingDiverged, OutOfResources) as error:
+        if os.environ.get("RANK", "0") != "0":
             # Every process makes the same mistake. The launcher ends the others once the first has reported it.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(2)
         logger.error("%s", plain(str(error)))
         tell_torchrun(str(error))
         leave(error.exit_code)
     except Interrupted as error:
-        for number in STOP_SIGNALS:
-            signal.signal(number, signal.SIG_IGN)  # it is stopping already
-        logger.warning("%s", error)
-        leave(error.exit_code, together=True)
+        logger.warning("%s", error if error.together else f"{error}; {how_to_continue(args)}")
+        leave(error.exit_code, error.together)
     except KeyboardInterrupt:
         logger.error("interrupted")
-        leave(130)
+        leave(INTERRUPTED_BY_HAND)
     except Exception as error:
         if process_group() is None:
             end_children()
@@ -250,12 +289,92 @@ def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentPar
     leave(0, together=True)
 
 
+def on_signals(react: Callable[[signal.Signals], object], *numbers: signal.Signals) -> None:
+    """Call `react` when a signal comes to this process. Its forks treat signals as if nothing had been set, until they
+    say otherwise. A shell that starts a program in the background may want it to ignore Ctrl-C: that stays so."""
+    process = os.getpid()
+
+    def handle(number: int, _frame) -> None:
+        if os.getpid() != process:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        react(signal.Signals(number))
+
+    for number in numbers:
+        if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handle)
+
+
 @contextmanager
-def flags_named(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Iterator[None]:
-    """Turn what the system says of a path into a UserError that names the flag, if the path comes from one."""
+def interruptible() -> Iterator[None]:
+    """Signals end what is done meanwhile, with an exception, wherever it may get lost on its way. Training takes stop
+    signals itself, to save its state first (util/training/saver.py)."""
+    received: list[signal.Signals] = []
+    report = sys.unraisablehook
+
+    def interrupt(number: signal.Signals) -> NoReturn:
+        if number != signal.SIGALRM:
+            received.append(number)
+        raise interruption(received[-1])
+
+    def try_again(lost: "sys.UnraisableHookArgs") -> None:
+        if isinstance(lost.exc_value, Interrupted | KeyboardInterrupt):  # in a destructor, it ends nothing
+            signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
+        else:
+            report(lost)
+
+    on_signals(interrupt, *STOP_SIGNALS, signal.SIGINT, signal.SIGALRM)
+    sys.unraisablehook = try_again
     try:
         yield
-    except OSError as error:
+    except Exception:
+        if received:  # C++ libraries may raise an error of their own instead
+            raise interruption(received[-1]) from None
+        raise
+    finally:
+        expect_the_end()
+        sys.unraisablehook = report
+
+
+def interruption(number: signal.Signals) -> BaseException:
+    if number == signal.SIGINT:
+        return KeyboardInterrupt()
+    return Interrupted(f"stopped by {number.name}", {number}, together=False)
+
+
+def expect_the_end() -> None:
+    """Let the program save and clean up: further stop signals are ignored. Schedulers send one to all processes, and
+    torchrun then another. Ctrl-C does not wait."""
+    for number in (*STOP_SIGNALS, signal.SIGALRM):
+        signal.signal(number, signal.SIG_IGN)
+    on_signals(leave_now, signal.SIGINT)
+
+
+def leave_now(number: signal.Signals) -> NoReturn:
+    """Where nothing would catch an exception: before a program begins, and when it is about to end."""
+    os.write(2, f"stopped by {number.name}\n".encode())
+    os._exit(INTERRUPTED_BY_HAND if number == signal.SIGINT else Interrupted.exit_code)
+
+
+def how_to_continue(args: argparse.Namespace) -> str:
+    resumes = "resume" in args and not getattr(args, "eval", False)
+    return "rerun with --resume auto to continue" if resumes else "rerun the same command to continue"
+
+
+@contextmanager
+def flags_named(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Iterator[None]:
+    """Turn what the system says of a path into a UserError that names the flag, if the path comes from one, and what
+    it says of too little memory and the like into OutOfResources."""
+    try:
+        yield
+    except (TrainingDiverged, OutOfResources):
+        raise
+    except (OSError, MemoryError, RuntimeError) as error:
+        if lacking := shortage(error):
+            traceback.clear_frames(error.__traceback__)  # frees what was being built: reporting takes memory, too
+            raise OutOfResources(f"{lacking} ({plain(str(error))[:200].strip()})") from None
+        if not isinstance(error, OSError):
+            raise
         path = error.filename
         if path is None and error.errno in DISK_FULL:  # writing does not say where; what programs write goes here
             path = getattr(args, "output_dir", None)
@@ -274,11 +393,40 @@ def flag_of(path: str, parser: argparse.ArgumentParser, args: argparse.Namespace
             if not isinstance(given, str) or not given:
                 continue
             whole = os.path.abspath(given)
-            common = os.path.commonpath([place, whole])
+            # A file on its way to that name has a longer one.
+            common = whole if place.startswith(f"{whole}.") else os.path.commonpath([place, whole])
             if common in (place, whole) and len(common) > most:
                 names = [*action.option_strings[:1], given]  # a positional argument has no flag
                 found, most = " ".join(names) + ("" if place == whole else f": {path}"), len(common)
     return found
+
+
+def shortage(error: BaseException) -> str | None:
+    """What the machine has too little of, and what to do, if that is the cause of `error`."""
+    code, text = getattr(error, "errno", None), str(error)
+    for cause, (codes, words) in SHORTAGES.items():
+        if code in codes or any(word in text for word in words):
+            return cause
+    return OUT_OF_MEMORY if isinstance(error, MemoryError) else None
+
+
+def place_in_world() -> tuple[int, int]:
+    """This process's rank, and how many processes there are, as launchers tell by the environment."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return 0, 1
+    numbers = {name: os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    numbers["LOCAL_RANK"] = numbers["LOCAL_RANK"] or "0"
+    if wrong := [f"{name}={value}" for name, value in numbers.items() if not re.fullmatch("[0-9]{1,9}", value)]:
+        raise UserError(f"the environment has {', '.join(wrong)}: start several processes with torchrun")
+    rank, world_size = int(numbers["RANK"]), int(numbers["WORLD_SIZE"])
+    if rank >= world_size:
+        raise UserError(f"RANK={rank} must be below WORLD_SIZE={world_size}: start several processes with torchrun")
+    return rank, world_size
+
+
+def orphaned() -> bool:
+    """Whether torchrun started this process, and is gone."""
+    return LAUNCHER is not None and os.getppid() != LAUNCHER
 
 
 def process_group():
@@ -337,10 +485,7 @@ def leave(code: int, together: bool = False) -> None:
 
 def end_children() -> None:
     """End loaders that an error left behind. They ignore SIGTERM, which multiprocessing would send them at exit."""
-    children = multiprocessing.active_children()
-    if children:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report each one as a failure
-    for child in children:
+    for child in multiprocessing.active_children():
         child.kill()
 
 

@@ -3,10 +3,14 @@
 A sample depends on (seed, epoch, index) only, not on the number of workers or on interruptions.
 """
 
+import multiprocessing
+import multiprocessing.connection
 import os
 import random
+import signal
+import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -16,7 +20,7 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 from torchvision.transforms import InterpolationMode, v2
 
-from util.cli import UserError, logger
+from util.cli import SHM_FULL, UserError, logger, shortage
 from util.crop import Crop, draw_crop, draw_crop_once
 from util.data.decode import MODES, exact_crop, jpeg_crop, read_jpeg, to_mode
 from util.data.listing import Listing
@@ -234,14 +238,8 @@ class ImageLoader:
         self.dataset, self.batches = dataset, batches
         self.start, self._next = (0, 0), None
         self.bad_images = BadImages(dataset, fate="replaced by another")
-        self.loader = build_data_loader(
-            dataset,
-            num_workers=num_workers,
-            batch_sampler=batches,
-            pin_memory=pin_mem,
-            collate_fn=collate_fn or collate_augmented,
-            persistent_workers=num_workers > 0,
-        )
+        collate_fn = collate_fn or collate_augmented
+        self.fetcher = Fetcher(dataset, batches, collate_fn, num_workers=num_workers, pin_mem=pin_mem)
 
     def set_epoch(self, epoch: int, first_batch: int = 0) -> None:
         """What to iterate over next; batches before `first_batch` are not even loaded."""
@@ -254,9 +252,9 @@ class ImageLoader:
         epoch, first_batch = self.start
         if self.start != self._next:  # otherwise the workers have begun on it
             self.batches.start = self.start
-            self._stream = iter(self.loader)
+            self.fetcher.restart()
         for batch, keys in enumerate(self.batches.of_epoch(epoch, first_batch), start=first_batch + 1):
-            imgs, labels, bad = next(self._stream)
+            imgs, labels, bad = self.fetcher.fetch(keys)
             self._next = (epoch, batch) if batch < len(self) else (epoch + 1, 0)
             self.bad_images.add([name for names in bad for name in names])
             index = torch.tensor([index for _, index in keys])
@@ -267,16 +265,86 @@ class ImageLoader:
         self.bad_images.add([name for names in gather_objects(sorted(self.bad_images.names)) for name in names])
 
 
-def build_data_loader(dataset: Dataset, *, num_workers: int, **kwargs) -> DataLoader:
-    """At most one worker per CPU: more would only compete, and torch warns of them."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return DataLoader(
-        dataset,
-        num_workers=min(num_workers, cpus),
-        worker_init_fn=start_loader_process,
-        generator=torch.Generator(),  # leaves the global generator untouched
-        **kwargs,
-    )
+class Fetcher:
+    """Batches of samples, one by one, in the order of `batches`, made by loader processes.
+
+    If these fail, this process makes the batch, and those after it; `fault` tells why. Samples are the same wherever
+    they are made, so a run can reach the next moment at which it can be saved.
+    """
+
+    def __init__(
+        self,
+        dataset: ImageDataset,
+        batches: Iterable[list[tuple[int, int]]],
+        collate_fn: Callable[[Samples], Batch],
+        *,
+        num_workers: int = 0,
+        pin_mem: bool = False,
+    ):
+        self.dataset, self.collate_fn = dataset, collate_fn
+        self.fault: str | None = None
+        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.num_workers = min(num_workers, cpus)  # more would only compete, and torch warns of them
+        self._processes = []
+        self._loader = DataLoader(
+            dataset,
+            batch_sampler=batches,
+            collate_fn=collate_fn,
+            num_workers=self.num_workers,
+            persistent_workers=self.num_workers > 0,
+            worker_init_fn=start_loader_process,
+            pin_memory=pin_mem,
+            generator=torch.Generator(),  # leaves the global generator untouched
+        )
+
+    def restart(self) -> None:
+        """From the first batch, which may be another one now."""
+        if self.fault is None:
+            self._attempt(self._start)
+
+    def fetch(self, keys: list[tuple[int, int]]) -> Batch:
+        """The next batch, which is known to be of `keys`."""
+        batch = self._attempt(lambda: next(self._stream)) if self.fault is None else None
+        return batch or self.collate_fn([self.dataset[key] for key in keys])
+
+    def _start(self) -> None:
+        self._stream = iter(self._loader)
+        self._processes = multiprocessing.active_children()
+        if self.num_workers:
+            # When one of them ends, torch would raise an error in the middle of whatever this process does. Waiting for
+            # a batch reveals it, too, within five seconds.
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+    def _attempt(self, action: Callable[[], Batch | None]) -> Batch | None:
+        try:
+            return action()
+        except Exception as error:  # torch raises almost anything; a fault of our own recurs in this process
+            if not self.num_workers:
+                raise
+            self.fault = self._cause(error)
+            logger.warning("%s", self.fault)
+            # Torch cannot destroy what it has only half built, and what is reported then says nothing of the cause.
+            report, sys.unraisablehook = sys.unraisablehook, lambda _: None
+            error.__traceback__ = None
+            sys.unraisablehook = report
+            return None
+
+    def _cause(self, error: Exception) -> str:
+        """A sentence, with what to do. How a process ended tells more than the error that follows from it."""
+        sentinels = [each.sentinel for each in self._processes]
+        ended = multiprocessing.connection.wait(sentinels, timeout=1) if sentinels else []
+        for each in self._processes:
+            each.join(1 if each.sentinel in ended else 0)  # a sentinel may be a moment ahead of the exit code
+        ended_by = [-each.exitcode for each in self._processes if each.exitcode]
+        if signal.SIGBUS in ended_by:  # memory that is mapped, but not there
+            return SHM_FULL
+        if cause := shortage(error):
+            return cause
+        if signal.SIGKILL in ended_by:
+            return "a loader process was killed, as happens when memory runs out: lower --num_workers or --batch_size"
+        return (
+            f"loader processes failed ({type(error).__name__}: {str(error).partition(chr(10))[0]}); try --num_workers 0"
+        )
 
 
 def collate(samples: Samples) -> Batch:

@@ -9,7 +9,9 @@ import platform
 import random
 import signal
 import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -23,9 +25,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from util.cli import STOP_SIGNALS, UserError, silence
+from util.cli import STOP_SIGNALS, Interrupted, UserError, logger, orphaned, place_in_world, silence
 
 PATIENCE = datetime.timedelta(minutes=10)  # how long processes wait for one that does not answer
+PATIENCE_TO_MEET = datetime.timedelta(minutes=2)  # and for one that has not come yet
 HEARTBEAT = 30  # seconds between signs of life of a process that others wait for
 Result = TypeVar("Result")
 # What --attention switches on. Torch's plain "math" is always left for what these cannot run: flash takes no mask.
@@ -37,7 +40,6 @@ SDPA_KERNELS = {
     "cudnn": ("cudnn",),
     "math": (),
 }
-_launcher: int | None = None  # torchrun's process, if it started this one
 
 
 def derive_seed(*keys: int | str) -> int:
@@ -122,21 +124,16 @@ def init_distributed_mode(args: argparse.Namespace) -> torch.device:
     Plain python is a world of one. `args.world_size` then tells how many there are.
     """
     use_slurm_step()
-    args.world_size = int(os.environ.get("WORLD_SIZE", 1))
+    rank, args.world_size = place_in_world()
     device = set_up_device(args.device, args.attention, args.amp)
     args.device, args.attention_kernels = args.device or device.type, attention_kernels(args.attention, device)
     if args.world_size == 1:
         return device
-    # Joining the others needs torchrun, so the parent is still torchrun, not who inherits its children later.
-    global _launcher
-    _launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
-    if "RANK" not in os.environ:
-        raise UserError("WORLD_SIZE is set, but RANK is not: start several processes with torchrun")
     gpu = device if device.type == "cuda" else None
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if gpu else "gloo",
-        init_method=args.dist_url,
-        rank=int(os.environ["RANK"]),
+        store=meet(args.dist_url, rank, args.world_size),
+        rank=rank,
         world_size=args.world_size,
         timeout=PATIENCE,
         device_id=gpu,  # NCCL connects now, where a fault of the network is easy to see, and not in the first step
@@ -146,9 +143,56 @@ def init_distributed_mode(args: argparse.Namespace) -> torch.device:
     return device
 
 
-def orphaned() -> bool:
-    """Whether torchrun started this process, and is gone."""
-    return _launcher is not None and os.getppid() != _launcher
+def meet(url: str, rank: int, world_size: int) -> dist.Store:
+    """The store through which processes connect, once all of them are there. Meanwhile this one answers signals and
+    notices when torchrun is gone. If some are missing, it says so soon, and waits a little longer."""
+    names = f"RANK {rank} of WORLD_SIZE {world_size} at {meeting_place(url)}"
+    found: list[dist.Store | Exception] = []
+
+    def join() -> None:  # in a thread, because torch lets no signal through while it waits
+        try:
+            found.append(common_store(url, rank, world_size))
+        except Exception as error:
+            found.append(error)
+
+    threading.Thread(target=join, daemon=True).start()
+    begun, told = time.monotonic(), False
+    while not found and not orphaned():
+        waited = time.monotonic() - begun
+        if waited > PATIENCE_TO_MEET.total_seconds():
+            raise UserError(f"not all processes have come: {names}; start that many, with the same address and port")
+        if waited > 5 and not told:
+            logger.warning("waiting for other processes: %s", names)
+            told = True
+        time.sleep(0.1)
+    if orphaned():
+        raise Interrupted("torchrun is gone", set(), together=False)
+    store = found[0]
+    if isinstance(store, Exception):
+        raise UserError(f"processes cannot meet: {names}: {str(store).splitlines()[0]}") from None
+    return store
+
+
+def meeting_place(url: str) -> str:
+    if url != "env://":
+        return url
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
+        raise UserError(f"the environment has no {' and no '.join(missing)}: start several processes with torchrun")
+    return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+
+
+def common_store(url: str, rank: int, world_size: int) -> dist.Store:
+    """Returns when all processes have it."""
+    store, _, _ = next(dist.rendezvous(url, rank, world_size, timeout=PATIENCE_TO_MEET))
+    # torchrun may keep its store when it restarts processes.
+    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    if store.add(f"rank {rank}", 1) > 1:
+        raise UserError("another process has the same RANK")
+    store.add("processes", 1)
+    while store.add("processes", 0) < world_size:
+        time.sleep(0.1)
+    store.set_timeout(PATIENCE)
+    return store
 
 
 def use_slurm_step() -> None:
@@ -414,9 +458,11 @@ def manual_garbage_collection() -> Iterator[None]:
 
 def start_loader_process(_worker: int = 0) -> None:
     """Schedulers signal all processes of a job, but the main one still needs its loaders: they end when it tells them
-    to, or is gone. They collect garbage as usual, because the main process holds batches in reserve."""
+    to, or is gone. They collect garbage as usual, because the main process holds batches in reserve. It also learns of
+    their errors, and is the one to tell them."""
     for number in (*STOP_SIGNALS, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     gc.enable()
 
 

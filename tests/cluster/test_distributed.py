@@ -139,6 +139,19 @@ def test_processes_whose_torchrun_is_gone_save_and_end(background, tmp_path, mom
     assert "stopped by the end of torchrun after step" in said.read_text()
 
 
+def test_processes_that_wait_for_others_end_with_torchrun(background, tmp_path):
+    (tmp_path / "three.py").write_text(
+        "import os, main_knn\nos.environ['WORLD_SIZE'] = '3'\nmain_knn.run(main_knn.main, main_knn.get_args_parser())\n"
+    )
+    flags = ("--model", "vit_micro_patch4", *small_runs.DATA, "--output_dir", tmp_path / "out")
+    process, said = background(torchrun(2, tmp_path / "three.py", *flags))
+    wait_for("waiting for other processes: RANK 1 of WORLD_SIZE 3", said, process)
+    process.kill()
+    process.wait()
+    wait_until(lambda: not processes_with(str(tmp_path / "three.py")), seconds=30)
+    assert said.read_text().count("torchrun is gone; rerun the same command to continue") == 2
+
+
 def test_a_mistake_is_told_once_and_in_torchruns_summary(tmp_path):
     flags = ("--output_dir", tmp_path / "out", "--global_batch_size", 7)
     done = run_to_end(torchrun(2, ROOT / "main_pretrain.py", *SMALL, *flags))

@@ -1,4 +1,7 @@
-"""Runs killed with SIGKILL at random moments end as if nothing had happened: same weights, optimizers and log."""
+"""Runs killed with SIGKILL at random moments end as if nothing had happened: same weights, optimizers and log.
+
+A dozen kills by default; KILLS=100 pytest tests/cluster/test_exact_resume.py makes a hundred, KILLS_SEED other ones.
+"""
 
 import os
 import random
@@ -7,22 +10,23 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
-from processes import ROOT, processes_with, run_to_end, torchrun
-from small_runs import SMALL, assert_same_training, checkpoint
+from processes import ROOT, processes_with, torchrun
+from small_runs import DATA, SMALL, assert_same_training, checkpoint
 
-KILLS = 6  # in one process, and as many under torchrun
-FLAGS = (
-    *(*SMALL, "--shapes_images", 480, "--epochs", 10),
-    *("--global_batch_size", 16, "--save_every", 2, "--save_minutes", 0.002),
-)
+import main_finetune
+import main_pretrain
 
-
-def command(processes: int, folder: Path, *flags) -> list[str]:
-    program = (ROOT / "main_pretrain.py", *FLAGS, "--output_dir", folder, *flags)
-    return torchrun(processes, *program) if processes > 1 else [sys.executable, *map(str, program)]
+KILLS = int(os.environ.get("KILLS", 12)) // 4  # of pretraining and fine-tuning, in one process and in two
+EPOCHS = 4 + 2 * KILLS  # long enough that no run ends before its last kill
+LENGTH = ("--shapes_images", 480, "--epochs", EPOCHS, "--save_every", 2, "--save_minutes", 0.002)
+FLAGS = {
+    main_pretrain: (*SMALL, *LENGTH, "--global_batch_size", 16),
+    main_finetune: ("--model", "vit_micro_patch4", "--input_size", 16, *DATA, *LENGTH, "--drop_path", 0.1),
+}
 
 
 def last_save(folder: Path) -> int:
@@ -45,42 +49,32 @@ def kill(process: subprocess.Popen, folder: Path, moments: random.Random) -> Non
     raise AssertionError("processes are left over")
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-    """Runs of one and of two processes, each made when it is first asked for."""
-    made = {}
-
-    def run(processes: int) -> Path:
-        if processes not in made:
-            folder = made[processes] = tmp_path_factory.mktemp("whole") / "run"
-            done = run_to_end(command(processes, folder, "--num_workers", 1))
-            assert done.returncode == 0, done.stderr
-        return made[processes]
-
-    return run
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
-def test_killed_runs_end_as_if_nothing_had_happened(background, uninterrupted, tmp_path, processes):
-    folder, moments, resumed_within_an_epoch = tmp_path / "run", random.Random(processes), 0
-    for _ in range(KILLS):
-        flags = ("--resume", "auto", "--num_workers", moments.randrange(3))
+@pytest.mark.parametrize("module", FLAGS)
+def test_killed_runs_end_as_if_nothing_had_happened(background, program, two_processes, tmp_path, module, processes):
+    name, folder = module.__name__, tmp_path / "run"
+    flags = (*FLAGS[module], *(("--batch_size", 16 // processes) if module is main_finetune else ()))
+    finish = partial(program, module) if processes == 1 else partial(two_processes, name)
+    assert finish(*flags, "--output_dir", tmp_path / "whole")[0] in (0, [0, 0])
+
+    moments, resumed_within_an_epoch = random.Random(f"{name} {processes} {os.environ.get('KILLS_SEED')}"), 0
+    for number in range(KILLS):
+        command = (ROOT / f"{name}.py", *flags, "--output_dir", folder, "--resume", "auto")
+        command = [*map(str, command), "--num_workers", str(moments.randrange(3))]
         saved_before = last_save(folder)
-        process, said = background(command(processes, folder, *flags))
-        at_work = moments.random() < 0.7  # or else still about to begin
+        process, said = background(torchrun(2, *command) if processes > 1 else [sys.executable, *command])
+        at_work = not number or moments.random() < 0.7  # or else still about to begin
         while last_save(folder) == saved_before if at_work else "checkpoint" not in said.read_text():
             assert process.poll() is None, said.read_text()
             time.sleep(0.01)
-        time.sleep(moments.uniform(0, 0.7))
+        time.sleep(moments.uniform(0, 0.4))
         kill(process, folder, moments)
         text = said.read_text()
         resumed_within_an_epoch += "resuming from" in text and ", after 0 of its updates" not in text
     assert resumed_within_an_epoch
-    done = run_to_end(command(processes, folder, "--resume", "auto", "--num_workers", 1))
-    assert done.returncode == 0, done.stderr
+    assert finish(*flags, "--output_dir", folder, "--resume", "auto")[0] in (0, [0, 0])
 
-    whole = uninterrupted(processes)
-    for name in (1, 9, "last"):
-        assert_same_training(checkpoint(folder, name), checkpoint(whole, name))
-    assert (folder / "log.txt").read_bytes() == (whole / "log.txt").read_bytes()
+    for name in (1, EPOCHS - 1, "last"):
+        assert_same_training(checkpoint(folder, name), checkpoint(tmp_path / "whole", name))
+    assert (folder / "log.txt").read_bytes() == (tmp_path / "whole" / "log.txt").read_bytes()

@@ -321,7 +321,7 @@ def test_mistakes_end_in_a_sentence(call, program, monkeypatch, tmp_path):
         ((), "RECIPE is missing"),
         (("nonsense",), "no recipe nonsense"),
         (("losses", "--seeds", 1, 1), "give each seed once"),
-        (("losses", "--jobs", 0), "--jobs 0 must be at least 1"),
+        (("losses", "--jobs", 0), "--jobs: 0 must be at least 1"),
         (("losses", "--scale", "full"), "--scale full takes folder"),
     ):
         code, _, err = call(*flags)

@@ -208,7 +208,7 @@ def test_diverging_run_stops_and_leaves_the_last_good_checkpoint(cli, tmp_path):
         "--warmup_epochs",
         0,
         "--lr",
-        1e30,
+        1e9,
     )
     code, _, err = cli(*SMALL, "--output_dir", tmp_path, *flags)
     assert code == TrainingDiverged.exit_code

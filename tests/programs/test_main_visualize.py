@@ -45,7 +45,7 @@ def draw(program, tmp_path):
     """main_visualize.py with the given flags, into a folder of its own; returns (exit code, outputs, folder)."""
 
     def call(*flags):
-        code, out, err = program(main_visualize, *flags, "--output_dir", tmp_path / "pictures")
+        code, out, err = program(main_visualize, "--output_dir", tmp_path / "pictures", *flags)
         return code, out, err, tmp_path / "pictures"
 
     return call
@@ -306,6 +306,7 @@ BAD = {
     "names": (["RUN", *DATA, "--names", "a", "b"], "--names has 2 names for 1 runs"),
     "no data": (["RUN", "--data_path", "nowhere"], "--data_path nowhere is not a folder"),
     "device": (["RUN", *DATA, "--device", "abacus"], "--device 'abacus'"),
+    "no folder": (["RUN", *DATA, "--output_dir="], "--output_dir is empty"),
     "split": (["RUN", *DATA, "--split", "2"], "argument --split: 2 must be above 0 and below 1"),
     "format": (["RUN", *DATA, "--format", "bmp"], "--format: invalid choice: 'bmp'"),
 }

@@ -1,13 +1,24 @@
 """The front door: names and paths as users give them, and what the system says of them."""
 
+import argparse
 import errno
+import importlib
 import io
 import os
 import sys
 
 import pytest
+from processes import ROOT
 
-from util.cli import ArgumentParser, UserError, file_name, flags_named, logger, plain, setup_logging
+from util.cli import ArgumentParser, UserError, file_name, flags_named, label, logger, plain, setup_logging
+from util.training.launcher import add_job_arguments
+
+FOLDERS = ("tools", "experiments", "benchmarks")
+PROGRAMS = sorted(
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for path in (*ROOT.glob("main_*.py"), *(path for folder in FOLDERS for path in (ROOT / folder).glob("*.py")))
+    if "def get_args_parser" in path.read_text()
+)
 
 
 def parsed(*flags):
@@ -24,6 +35,11 @@ PATHS = {
     "below it": ((), "out/results.jsonl", "--output_dir out: out/results.jsonl: File exists"),
     "the innermost": (("--cache_dir", "out/x"), "out/x/y", "--cache_dir out/x: out/x/y: File exists"),
     "on the way to it": (("--cache_dir", "file/a/b"), "file", "--cache_dir file/a/b: file: File exists"),
+    "on its way to it": (
+        ("--cache_dir", "file.pth"),
+        "file.pth.9.part",
+        "--cache_dir file.pth: file.pth.9.part: File exists",
+    ),
     "a positional argument": (("runs/a", "runs/b"), "runs/b/log.txt", "runs/b: runs/b/log.txt: File exists"),
 }
 
@@ -75,3 +91,20 @@ def test_messages_hold_no_terminal_commands_and_no_bytes_that_fail(monkeypatch):
 
 def test_plain_is_one_line():
     assert plain("a\nb\r\x1b[0m\u2028c\ud800\u202e") == "a b  [0m c  "
+
+
+@pytest.mark.parametrize("program", [*PROGRAMS, "a job"])
+def test_every_number_is_finite_and_bounded(program):
+    if program == "a job":
+        add_job_arguments(parser := ArgumentParser("job"))
+    else:
+        parser = importlib.import_module(program).get_args_parser()
+    for action in parser._actions:
+        if action.type in (None, label):
+            defaults = action.default if isinstance(action.default, list | tuple) else [action.default]
+            assert action.nargs == 0 or not any(isinstance(each, int | float) for each in defaults), action.dest
+            continue
+        assert action.type not in (int, float), f"{action.dest}: use a type of util.cli"
+        for text in ("nan", "-nan", "inf", "-inf", "1e400", "-1e400", "1e10", "9" * 400, "-" + "9" * 400, "", "x"):
+            with pytest.raises(argparse.ArgumentTypeError):
+                action.type(text)

@@ -147,7 +147,7 @@ BAD = {
     "config: x.yaml": "config is unknown",
     "help: true": "help is unknown",
     "lambda_kl: .nan": "lambda_kl: nan must be at least 0",
-    "lambda_kl: .inf": "lambda_kl: inf must be at least 0",
+    "lambda_kl: .inf": "lambda_kl: inf must be finite",
     "epochs: 3.5": "epochs: '3.5' is not a whole number",
     "epochs: many": "epochs: 'many' is not a whole number",
     "epochs: true": "epochs must be a number or text",
@@ -186,7 +186,9 @@ def test_a_mistake_in_a_config_names_file_and_key(text, tmp_path, monkeypatch, c
     assert "--config mine.yaml" in err
 
 
-@pytest.mark.parametrize(("path", "reason"), [("none.yaml", "No such file"), (".", "Is a directory")])
+@pytest.mark.parametrize(
+    ("path", "reason"), [("none.yaml", "No such file"), (".", "not a file"), ("/dev/zero", "not a file")]
+)
 def test_a_config_that_cannot_be_read_is_named(path, reason, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit):

@@ -1,7 +1,10 @@
 """Where images come from, that a sample is a function of (seed, epoch, index), and what happens to damaged files."""
 
+import errno
 import hashlib
+import multiprocessing
 import os
+import re
 import struct
 from types import SimpleNamespace
 
@@ -13,15 +16,16 @@ from PIL import Image
 from processes import wait_until
 
 from main_pretrain import check_args, get_args_parser
-from util.cli import UserError
+from util.cli import UserError, end_children
 from util.data.sources import DEFAULT_DATA_PATH, Subset, build_source, image_names, labels_of
 from util.datasets import (
     AugmentedDataset,
     EpochBatches,
+    Fetcher,
     ImageLoader,
-    build_data_loader,
     build_eval_dataset,
     build_pretrain_loader,
+    collate,
     normalise,
     pixel_statistics,
     pretrain_augmentation,
@@ -94,12 +98,73 @@ def test_a_sample_depends_on_seed_epoch_and_index_alone():
 def test_more_workers_than_cpus_are_not_started(monkeypatch, recwarn):
     """The default of 10 must not draw torch's warning on a small machine."""
     cpus = len(os.sched_getaffinity(0))
-    loader = build_data_loader(build_eval_dataset(parse("--data_set", "shapes"), "val"), num_workers=cpus + 8)
-    assert loader.num_workers == cpus
+    dataset = build_eval_dataset(parse("--data_set", "shapes"), "val")
+    assert Fetcher(dataset, [], collate, num_workers=cpus + 8).num_workers == cpus
     assert not recwarn.list
     monkeypatch.delattr(os, "sched_getaffinity")  # macOS
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
-    assert build_data_loader(loader.dataset, num_workers=2).num_workers == 2
+    assert Fetcher(dataset, [], collate, num_workers=2).num_workers == 2
+
+
+def test_a_killed_loader_process_changes_no_batch_and_is_told(clmae_log):
+    flags = ("--data_set", "shapes", "--shapes_images", 32, "--batch_size", 4)
+    expected = list(build_pretrain_loader(parse(*flags, "--num_workers", 0)))
+    loader = build_pretrain_loader(parse(*flags, "--num_workers", 1))
+    found = []
+    for batch in loader:
+        if not found:
+            multiprocessing.active_children()[0].kill()
+        found.append(batch)
+    assert all(
+        torch.equal(a, b)
+        for ours, theirs in zip(found, expected, strict=True)
+        for a, b in zip(ours, theirs, strict=True)
+    )
+    assert loader.fetcher.fault in clmae_log.text
+    assert "was killed, as happens when memory runs out: lower --num_workers" in loader.fetcher.fault
+
+
+FAULTS = {
+    "descriptors": (
+        OSError(errno.EMFILE, "Too many open files"),
+        "too few file descriptors: .*ulimit -n.*--num_workers",
+    ),
+    "descriptors, as a message": (RuntimeError("received 0 items of ancdata"), "too few file descriptors"),
+    "shared memory": (
+        RuntimeError("unable to write to file </torch_12_3_0>: No space left on device (28)"),
+        "/dev/shm is full.*--num_workers 0",
+    ),
+    "memory": (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of memory: .*--num_workers"),
+    "something else": (
+        EOFError("line 1\nline 2"),
+        r"loader processes failed \(EOFError: line 1\); .*--num_workers 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FAULTS)
+def test_what_loader_processes_lack_is_told(monkeypatch, case):
+    error, sentence = FAULTS[case]
+    loader = build_pretrain_loader(parse("--data_set", "shapes", "--batch_size", 4, "--num_workers", 1))
+
+    def fail():
+        raise error
+
+    monkeypatch.setattr(loader.fetcher, "_start", fail)
+    imgs, _, _ = next(iter(loader))
+    assert len(imgs) == 4
+    assert re.search(sentence, loader.fetcher.fault)
+
+
+def test_a_fault_of_ones_own_keeps_its_traceback(monkeypatch):
+    """Also when it occurs in a loader process first."""
+    dataset = build_pretrain_loader(parse("--data_set", "shapes")).dataset
+    fetcher = Fetcher(dataset, [[(0, "index")]], collate, num_workers=1)
+    fetcher.restart()
+    with pytest.raises(TypeError) as found:
+        fetcher.fetch([(0, "index")])
+    assert "worker" not in str(found.value)
+    end_children()
 
 
 def test_a_source_of_ones_own_pretrains():

@@ -52,8 +52,8 @@ def subject(data, checkpoint, tmp_path):
 def extractions(monkeypatch):
     """Counts how often images are encoded."""
     counted = []
-    original = features.build_data_loader
-    monkeypatch.setattr(features, "build_data_loader", lambda *a, **kwargs: counted.append(1) or original(*a, **kwargs))
+    original = features.Fetcher
+    monkeypatch.setattr(features, "Fetcher", lambda *a, **kwargs: counted.append(1) or original(*a, **kwargs))
     return counted
 
 

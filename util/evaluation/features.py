@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from util.checkpoint import SUM, content_sum, drop_stale_partials, partial_of
-from util.cli import UserError, logger, tracked
+from util.cli import OutOfResources, UserError, expect_the_end, logger, tracked
 from util.data.sources import Source, labels_of
-from util.datasets import BadImages, ImageDataset, build_data_loader, collate
-from util.misc import autocast, gather_objects, gather_rows, is_main_process, share_of_rank
+from util.datasets import BadImages, Fetcher, ImageDataset, collate
+from util.misc import autocast, gather_objects, gather_rows, get_rank, is_main_process, share_of_rank
 
 FORMAT = 4  # of the cache; changing it invalidates all older files
 
@@ -36,6 +37,11 @@ class FeatureSet:
     def take(self, positions: torch.Tensor) -> "FeatureSet":
         return FeatureSet(self.features[positions], self.labels[positions], self.indices[positions])
 
+    def in_order(self) -> "FeatureSet":
+        """By index, each image once."""
+        _, first = np.unique(self.indices.numpy(), return_index=True)
+        return self.take(torch.from_numpy(first))
+
 
 @torch.no_grad()
 def extract_features(
@@ -50,38 +56,57 @@ def extract_features(
     num_workers: int = 0,
     pin_mem: bool = False,
     header: str | None = None,
+    parts: "Parts | None" = None,
 ) -> FeatureSet:
     """Features of the images at `indices`, on the CPU. `encode` maps images [B, C, H, W] to features [B, `width`].
 
-    Processes share the work, and each gets the whole result. `header` asks for a progress bar of that name.
+    Processes share the work, and each gets the whole result. `header` asks for a progress bar of that name. `parts`
+    keeps what an interrupted extraction has done for the next one.
     """
-    mine = indices[share_of_rank(len(indices))]
-    loader = build_data_loader(
-        dataset,
-        num_workers=num_workers,
-        sampler=[(0, index) for index in mine],
-        batch_size=batch_size,
-        collate_fn=collate,
-        pin_memory=pin_mem,
-    )
+    done = parts.load() if parts else no_features(width)
+    known = set(gather_objects(done.indices.tolist())[0])  # the first process alone has some
+    left = [index for index in indices if index not in known]
+    mine = left[share_of_rank(len(left))]
+    batches = [[(0, index) for index in mine[at : at + batch_size]] for at in range(0, len(mine), batch_size)]
+    fetcher = Fetcher(dataset, batches, collate, num_workers=num_workers, pin_mem=pin_mem)
     bad_images = BadImages(dataset, fate="left out")
-    features = [torch.empty(0, width)]  # a process may have no images
-    kept = torch.ones(len(mine), dtype=torch.bool)
-    batches = tracked(loader, header, len(loader), batch_size, "images/s")
-    for start, (imgs, _, bad) in zip(range(0, len(mine), batch_size), batches, strict=True):
-        bad_images.add([names[0] for names in bad if names])
-        readable = torch.tensor([not names for names in bad])
-        kept[start : start + len(imgs)] = readable
-        with autocast(device, amp):
-            encoded = encode(imgs.to(device, non_blocking=True))
-        features.append(encoded.float().cpu()[readable])  # the batch's host-device sync
-    # Combine all processes' counts: the first process logs, and the limit holds for the total.
-    bad_images.add([name for names in gather_objects(sorted(bad_images.names)) for name in names])
-    features = torch.cat(features)
+    found = [(done.features, done.indices)]
+    try:
+        fetcher.restart()
+        for keys in tracked(batches, header, len(batches), batch_size, "images/s"):
+            imgs, _, bad = fetcher.fetch(keys)
+            bad_images.add([names[0] for names in bad if names])
+            readable = torch.tensor([not names for names in bad])
+            with autocast(device, amp):
+                encoded = encode(imgs.to(device, non_blocking=True))
+            found.append((encoded.float().cpu()[readable], torch.tensor([index for _, index in keys])[readable]))
+            if parts and fetcher.fault:  # what is left is for later; without `parts` this process does it all
+                break
+        agree_on_end(bad_images, fetcher.fault if parts else None)
+    except BaseException:
+        expect_the_end()
+        if parts:
+            parts.save(*map(torch.cat, zip(*found, strict=True)))
+        raise
+    features, chosen = map(torch.cat, zip(*found, strict=True))
     if not features.isfinite().all():
         raise UserError("the encoder's features are not finite; did the pretraining diverge? Try --amp off")
-    chosen = gather_rows(torch.tensor(mine, dtype=torch.int64)[kept])
-    return FeatureSet(gather_rows(features), labels_of(dataset.source)[chosen], chosen)
+    chosen = gather_rows(chosen)
+    result = FeatureSet(gather_rows(features), labels_of(dataset.source)[chosen], chosen)
+    return result.in_order() if known else result
+
+
+def no_features(width: int) -> FeatureSet:
+    return FeatureSet(torch.empty(0, width), *torch.empty(2, 0, dtype=torch.int64))
+
+
+def agree_on_end(bad_images: BadImages, fault: str | None) -> None:
+    """Combine all processes' counts: the first process logs, and the limit holds for the total. One whose loader
+    processes failed ends them all."""
+    everyone = gather_objects((sorted(bad_images.names), fault))
+    bad_images.add([name for names, _ in everyone for name in names])
+    if faults := [fault for _, fault in everyone if fault]:
+        raise OutOfResources(f"{faults[0]}. Rerun the same command to continue: what is extracted is kept")
 
 
 def fault_in(found: FeatureSet, labels: torch.Tensor, width: int) -> str | None:
@@ -96,6 +121,34 @@ def fault_in(found: FeatureSet, labels: torch.Tensor, width: int) -> str | None:
     return None if bool(features.isfinite().all()) else "the features are not finite"
 
 
+class Parts:
+    """Files beside a cache's own, one of each process, with the features that an interrupted extraction had so far."""
+
+    def __init__(self, path: Path, metadata: dict[str, str], labels: torch.Tensor, width: int):
+        self.path, self.metadata, self.labels, self.width = path, metadata, labels, width
+
+    def files(self) -> list[Path]:
+        return sorted(self.path.parent.glob(f"{self.path.stem}.part*")) if is_main_process() else []
+
+    def load(self) -> FeatureSet:
+        """What all processes had, in the first process; nothing in the others."""
+        files = [read(path, self.metadata["key"], self.labels, self.width) for path in self.files()]
+        found = [vars(each).values() for each in (no_features(self.width), *files) if each is not None]
+        done = FeatureSet(*map(torch.cat, zip(*found, strict=True))).in_order()
+        if len(done):
+            logger.info("features of %d images, from an interrupted extraction", len(done))
+        return done
+
+    def save(self, features: torch.Tensor, indices: torch.Tensor) -> None:
+        if len(indices):
+            path = self.path.with_name(f"{self.path.stem}.part{get_rank()}")
+            write(path, FeatureSet(features, self.labels[indices], indices).in_order(), self.metadata)
+
+    def remove(self) -> None:
+        for path in self.files():
+            path.unlink(missing_ok=True)
+
+
 class FeatureCache:
     """Feature files in a folder, each named after a hash of everything its content depends on.
 
@@ -107,12 +160,18 @@ class FeatureCache:
         self.folder = folder
 
     def get(
-        self, name: str, depends_on: dict, extract: Callable[[], FeatureSet], *, labels: torch.Tensor, width: int
+        self,
+        name: str,
+        depends_on: dict,
+        extract: Callable[[Parts | None], FeatureSet],
+        *,
+        labels: torch.Tensor,
+        width: int,
     ) -> FeatureSet:
         """The features that `depends_on` (plain types) identifies, from disk or else from `extract`; `labels` are those
         of all images."""
         if self.folder is None:
-            return extract()
+            return extract(None)
         depends_on = {"format": FORMAT, **depends_on}
         key = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()
         path = self.folder / f"{name}-{key[:16]}.safetensors"
@@ -121,9 +180,12 @@ class FeatureCache:
         if found is not None and everywhere:
             logger.info("features of %s: %d images, from %s", name, len(found), path)
             return found
-        extracted = extract()
+        metadata = {"key": key, "depends_on": json.dumps(depends_on)}
+        parts = Parts(path, metadata, labels, width)
+        extracted = extract(parts)
         if is_main_process():
-            write(path, extracted, {"key": key, "depends_on": json.dumps(depends_on)})
+            write(path, extracted, metadata)
+        parts.remove()
         return extracted
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from models_vit import VisionTransformer, infer_model, load_encoder
-from util.arguments import named_folder, settle_shared_args
+from util.arguments import name_of_data, settle_shared_args
 from util.checkpoint import load_checkpoint, resolve_checkpoint, settings_of
 from util.cli import UserError, file_name, logger
 from util.data.listing import Listing, list_images
@@ -40,10 +40,7 @@ class Subject:
 
     @property
     def data_name(self) -> str:
-        if self.args.data_name:
-            return self.args.data_name
-        folder = self.args.data_set == "folder"
-        return named_folder(self.args.data_path).resolve().name if folder else self.args.data_set
+        return self.args.data_name or name_of_data(self.args)
 
     @property
     def file_name(self) -> str:
@@ -110,7 +107,7 @@ class Subject:
             header=f"features of {split}",
         )
         labels, width = labels_of(dataset.source), self.encoder.embed_dim
-        found = self.cache.get(split, depends_on, extract, labels=labels, width=width)
+        found = self.cache.get(split, depends_on, lambda parts: extract(parts=parts), labels=labels, width=width)
         unreadable = len(dataset) - len(found)
         if unreadable > args.max_bad_images:  # cached features may come from a run with a higher limit
             raise UserError(f"{unreadable} images of {split} cannot be read, more than --max_bad_images allows")

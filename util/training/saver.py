@@ -12,20 +12,23 @@ import torch
 
 from util import checkpoint as ckpt
 from util.board import Board
-from util.cli import STOP_SIGNALS, Interrupted, TrainingDiverged, UserError, logger
-from util.misc import gather_objects, get_world_size, is_main_process, mean_of_processes, orphaned
+from util.cli import STOP_SIGNALS, Interrupted, OutOfResources, TrainingDiverged, UserError, logger, orphaned
+from util.datasets import ImageLoader
+from util.misc import gather_objects, get_world_size, is_main_process, mean_of_processes
 from util.training.progress import EpochLog
 from util.training.resume import TrainingState
 
 
 class StopRequest:
-    """While entered, a stop signal is only remembered, until the run asks for it at a moment of its own.
+    """While entered, a stop signal is only remembered, until the run asks for it at a moment of its own. The same goes
+    for a failure of loader processes.
 
     Processes agree on that moment by a flag that travels with each step's losses and is read a step later: the flag
     costs no reduction of its own, and no step waits for it.
     """
 
-    def __init__(self):
+    def __init__(self, data_loader: ImageLoader | None = None):
+        self.data_loader = data_loader
         self.received: set[signal.Signals] = set()
         self._flags: list[tuple[torch.Tensor, Any]] = []  # of the last two steps, oldest first
 
@@ -42,7 +45,11 @@ class StopRequest:
 
     def wanted(self) -> bool:
         """By this process. If torchrun is gone, it must stop, too: a new one may be writing to the same folder."""
-        return bool(self.received) or orphaned()
+        return bool(self.received) or self.fault() is not None or orphaned()
+
+    def fault(self) -> str | None:
+        """Why this process's loader processes failed, if they did."""
+        return None if self.data_loader is None else self.data_loader.fetcher.fault
 
     def mean_of_processes(self, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """A step's scalars, averaged over processes; the flag goes with them."""
@@ -191,11 +198,14 @@ class Saver:
                 )
 
     def end(self, step: int) -> None:
-        wait_for_the_writer()
+        faults = list(filter(None, wait_for_the_writer(self.stop.fault())))
         saved = f"saved as {self.folder / ckpt.LAST}; resume with --resume auto" if self.folder else "nothing is saved"
+        if faults:
+            raise OutOfResources(f"{faults[0]}. Stopped after step {step}: {saved}")
         raise Interrupted(f"stopped by {self.stop.names()} after step {step}: {saved}", self.stop.received)
 
 
-def wait_for_the_writer() -> None:
-    """The first process that leaves may take the others with it, so nobody does before the checkpoint is written."""
-    gather_objects(None)  # a barrier that needs no GPU
+def wait_for_the_writer(word: str | None = None) -> list[str | None]:
+    """The first process that leaves may take the others with it, so nobody does before the checkpoint is written.
+    Returns the `word` of each."""
+    return gather_objects(word)  # a barrier that needs no GPU

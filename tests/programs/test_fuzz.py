@@ -1,0 +1,12 @@
+"""The front door: no value of any flag leads to a traceback, a hang, or a file where none belongs."""
+
+import sys
+
+import pytest
+from processes import ROOT, run_to_end
+
+
+@pytest.mark.slow
+def test_bad_flags_end_in_a_sentence():
+    done = run_to_end([sys.executable, "-m", "tests.fuzz", "--cases", "300"], cwd=ROOT)
+    assert done.returncode == 0, done.stderr
