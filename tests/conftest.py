@@ -30,6 +30,7 @@ DATA = ROOT / "tests" / "data"
 MARKERS = ("cluster", "slow")
 
 torch.set_num_threads(1)  # small models: two test processes with a thread each beat one with two
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs ignore it, and all below
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the marks

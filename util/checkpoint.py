@@ -226,6 +226,8 @@ def content_sum(weights: dict[str, torch.Tensor], metadata: dict[str, str]) -> s
 @contextmanager
 def replaced(path: Path) -> Iterator[BinaryIO]:
     """A file to write, so that `path` holds its old content or all of the new one, whatever happens meanwhile."""
+    if path.exists() and not path.is_file():  # root would put a file in the place of /dev/null
+        raise UserError(f"{path} cannot be replaced: it is not a regular file")
     drop_stale_partials(path.parent)
     partial = partial_of(path)
     partial.unlink(missing_ok=True)  # what an earlier process of this number left may be a name of a whole checkpoint

@@ -16,7 +16,7 @@ from PIL import Image
 from scipy.stats import binom
 
 import main_compare
-from util.cli import logger, plain
+from util.cli import LONGEST_LABEL, logger, plain
 from util.evaluation.compare import Comparison, Gain, mcnemar
 from util.evaluation.results import FEW_SHOT, Score, read_predictions, read_results
 from util.evaluation.tables import gain_and_p, p_value, show_table, tallies
@@ -498,7 +498,8 @@ def test_hostile_names_break_no_format(cli, tmp_path, case):
         for run, hits in (("mae", right(0, 40)), ("clmae", right(0, 60))):
             weights = {"checkpoint": name, "checkpoint_sha256": name, "settings": {name: name + run}, "classes": 3}
             add_result(tmp_path / folder / run, hits, data=name, predictions="knn-x-0.npz", **weights)
-        given = " " + HOSTILE[case].translate({0xDCE9: None, 0xD800: None}), "CL-MAE"  # flags are UTF-8
+        given = " " + HOSTILE[case].translate({0xDCE9: None, 0xD800: None}), "CL-MAE"  # flags are UTF-8, and short
+        given = [text[:LONGEST_LABEL] for text in given]
         code, out, err = cli(folder + "/mae", folder + "/clmae", "--names", *(given if folder == "hostile" else "ab"))
         assert code == 0
         assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", out + err)

@@ -20,6 +20,7 @@ from util.checkpoint import (
     save_checkpoint,
     save_safetensors,
     training_checkpoint,
+    write_text,
 )
 from util.cli import UserError
 
@@ -364,3 +365,13 @@ def test_what_is_no_weight_is_refused_by_name(case):
         load_weights(model, {**good, "0.weight": value}, "x.pth")
     with pytest.raises(UserError, match=r"x.pth: 1.num_batches_tracked is of type"):
         load_weights(model, {**good, "1.num_batches_tracked": torch.tensor(1.0)}, "x.pth")
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "folder"])
+def test_only_regular_files_are_replaced(tmp_path, kind):
+    """As root, /dev/null could be."""
+    path = tmp_path / "x"
+    os.mkfifo(path) if kind == "FIFO" else path.mkdir()
+    with pytest.raises(UserError, match="x cannot be replaced: it is not a regular file"):
+        write_text(path, "text")
+    assert (path.is_fifo(), path.is_dir()) == (kind == "FIFO", kind == "folder")

@@ -79,7 +79,8 @@ def extract_features(
             readable = torch.tensor([not names for names in bad])
             with autocast(device, amp):
                 encoded = encode(imgs.to(device, non_blocking=True))
-            found.append((encoded.float().cpu()[readable], torch.tensor([index for _, index in keys])[readable]))
+            features = encoded.float().cpu()  # the batch's host-device sync
+            found.append((features[readable], torch.tensor([index for _, index in keys])[readable]))
             if parts and fetcher.fault:  # what is left is for later; without `parts` this process does it all
                 break
         agree_on_end(bad_images, fetcher.fault if parts else None)
