@@ -66,8 +66,12 @@ def test_killed_runs_end_as_if_nothing_had_happened(background, program, two_pro
         process, said = background(torchrun(2, *command) if processes > 1 else [sys.executable, *command])
         at_work = not number or moments.random() < 0.7  # or else still about to begin
         while last_save(folder) == saved_before if at_work else "checkpoint" not in said.read_text():
-            assert process.poll() is None, said.read_text()
+            if process.poll() is not None:
+                break
             time.sleep(0.01)
+        if process.poll() is not None:  # kills that come late let a run reach its end
+            assert (process.returncode, number > KILLS // 2) == (0, True), said.read_text()
+            break
         time.sleep(moments.uniform(0, 0.4))
         kill(process, folder, moments)
         text = said.read_text()
