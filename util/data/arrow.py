@@ -178,8 +178,10 @@ def image_column(table: Table, args: Namespace) -> str:
     if args.image_column is None and found:
         raise UserError(f"--data_path {args.data_path}: --image_column has to name one of {', '.join(found)}")
     columns = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
-    wanted = f"--image_column {args.image_column}" if args.image_column else "no column"
-    raise UserError(f"--data_path {args.data_path}: {wanted} with the content of image files; there are {columns}")
+    named = f"--image_column {args.image_column} is " if args.image_column else ""
+    raise UserError(
+        f"--data_path {args.data_path}: {named}no column with the content of image files; there are {columns}"
+    )
 
 
 def label_column(table: Table, args: Namespace) -> str | None:
