@@ -103,7 +103,7 @@ SCALES = {
     "small": BenchScale(
         f"{MICRO} --max_images 12800 --batch_size 128 --lr 2e-3 --epochs 16 --warmup_epochs 2 --num_workers 0 "
         "--save_every 1",
-        probe="--last 4 --num_workers 0",
+        probe="--last 1 --num_workers 0",
         data={
             **dict.fromkeys(("folder", "cifar10", "cifar100", "stl10"), "--input_size 32"),
             "fashion_mnist": "--input_size 28 --in_chans 1",
@@ -148,7 +148,7 @@ def get_args_parser() -> ArgumentParser:
     )
     shown = parser.add_argument_group("what to show")
     measures = [f"{encoder}-{feature}" for encoder in ("final", "last", AVERAGE) for feature in FEATURES]
-    shown.add_argument("--measure", default="last-mean", choices=measures, help="encoder and features (probe.py)")
+    shown.add_argument("--measure", default="final-both", choices=measures, help="encoder and features (probe.py)")
     shown.add_argument("--part", default="all", choices=PARTS, help="images; choose settings on held_out alone")
     shown.add_argument("--html", action="store_true", help="also in the HTML report, beside every strategy's masks")
     parser.set_defaults(seeds=[0, 1, 2, 3, 4])
