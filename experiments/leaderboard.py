@@ -115,7 +115,7 @@ def check_same(probes: Probes) -> None:
     """Images are paired by their place."""
     every = [probe for of_label in probes.values() for probe in of_label.values()]
     for probe in every[1:]:
-        if not np.array_equal(probe.images, every[0].images):
+        if probe.images != every[0].images:
             raise UserError(f"{probe.path} and {every[0].path} are of different images; probe both on the same data")
 
 

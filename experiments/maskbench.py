@@ -3,6 +3,7 @@
     python -m experiments.maskbench --data_path data/cifar10 --seeds 0 1 2 3 4
     python -m experiments.maskbench --data_path data/cifar10 --strategies random grid path/to/mine.py:stripes
     python -m experiments.maskbench --scale full --data_path /data/imagenet --cluster slurm --partition NAME
+    python -m experiments.maskbench --data_path data/cifar10 --archive FILE --table_only     # of published results
 
 Runs of a seed share initial weights, order of images and crops, whatever the strategy. Each is measured by
 experiments.probe, and compared to random masks by experiments.paired. The same command skips what is done and resumes
@@ -20,6 +21,7 @@ from pathlib import Path
 import main_visualize as visualize
 from benchmarks.bench_step import PER_TURN, Contender, peak_memory
 from benchmarks.timing import alternate
+from experiments.archive import Archive, read_archive
 from experiments.leaderboard import (
     Cost,
     Entry,
@@ -146,6 +148,12 @@ def get_args_parser() -> ArgumentParser:
         action="store_true",
         help="also train each slower strategy for as many epochs as fit into the time of random masks",
     )
+    what.add_argument(
+        "--archive",
+        default=None,
+        metavar="FILE",
+        help="results of finished runs: what is in it counts as done, what is finished is added to it",
+    )
     shown = parser.add_argument_group("what to show")
     measures = [f"{encoder}-{feature}" for encoder in ("final", "last", AVERAGE) for feature in FEATURES]
     shown.add_argument("--measure", default="final-both", choices=measures, help="encoder and features (probe.py)")
@@ -173,11 +181,9 @@ def strategy_flags(name: str) -> list[str]:
 
 
 def shared_flags(args: Namespace) -> list[str]:
-    """Of all pretrainings."""
+    """Of all pretrainings, without the places of files."""
     scale = SCALES[args.scale]
-    place = ["--data_path", args.data_path] if args.data_path else []
-    source = ["--data_set", args.data_set, *place, *scale.data[args.data_set].split()]
-    return [*scale.pretrain.split(), *source, *args.pretrain]
+    return [*scale.pretrain.split(), "--data_set", args.data_set, *scale.data[args.data_set].split(), *args.pretrain]
 
 
 # --- What to run ---
@@ -204,16 +210,26 @@ def label_of(name: str, epochs: int, standard: int) -> str:
     return name if epochs == standard else f"{name}-{epochs}epochs"
 
 
-def plan_bench(entry: Entry, seed: int, args: Namespace) -> Run:
-    shared, own = shared_flags(args), strategy_flags(entry.strategy)
-    usual = parse(shared)
+def own_flags(entry: Entry, args: Namespace) -> list[str]:
+    own, usual = strategy_flags(entry.strategy), parse(shared_flags(args))
     if entry.epochs != usual.epochs:  # the same schedule, stretched
         warmup = round(usual.warmup_epochs * entry.epochs / usual.epochs)
         own += ["--epochs", str(entry.epochs), "--warmup_epochs", str(warmup)]
+    return own
+
+
+def archived_flags(entry: Entry, args: Namespace) -> str:
+    """What an archived run has to share with one that would be made now."""
+    return " ".join([*shared_flags(args), *own_flags(entry, args), "| probe", SCALES[args.scale].probe])
+
+
+def plan_bench(entry: Entry, seed: int, args: Namespace) -> Run:
+    own = own_flags(entry, args)
     folder = data_folder(args) / file_name(entry.label) / f"seed{seed}"
     machine = ["--device", args.device] if args.device else []
-    flags = (*shared, *own, "--seed", str(seed), *machine, "--output_dir", str(folder), "--resume", "auto")
     place = ["--data_path", args.data_path] if args.data_path else []
+    flags = (*shared_flags(args), *own, *place, "--seed", str(seed), *machine)
+    flags = (*flags, "--output_dir", str(folder), "--resume", "auto")
     probe = (str(folder), *SCALES[args.scale].probe.split(), *place, *machine, "--output_dir", str(folder / "probe"))
     steps = Step("main_pretrain", flags, data_name(args)), Step("experiments.probe", probe, data_name(args), PROTOCOL)
     return Run(Variant(entry.label, tuple(own)), seed, folder, steps)
@@ -229,8 +245,9 @@ def estimated_hours(entries: list[Entry], args: Namespace) -> float:
 
 
 def known_costs(args: Namespace) -> dict[str, Cost]:
-    file = costs_file(args)
-    return {name: Cost(**values) for name, values in json.loads(file.read_text()).items()} if file.exists() else {}
+    archived, file = read_archive(args.archive).costs, costs_file(args)
+    own = {name: Cost(**values) for name, values in json.loads(file.read_text()).items()} if file.exists() else {}
+    return archived | own
 
 
 def costs_file(args: Namespace) -> Path:
@@ -280,21 +297,35 @@ def bench_args(name: str, args: Namespace) -> Namespace:
 # --- What came out ---
 
 
-def read_probes(runs: dict[Entry, list[Run]]) -> Probes:
+def read_probes(runs: dict[Entry, list[Run]], archive: Archive, args: Namespace) -> Probes:
+    """Of what is finished, which the archive then has, too."""
     found: Probes = {}
     for entry, of_entry in runs.items():
-        results = {each.seed: result for each in of_entry if (result := each.result(each.steps[1]))}
-        found[entry.label] = {seed: read_probe(result) for seed, result in results.items()}
+        for each in of_entry:
+            if result := each.result(each.steps[1]):
+                probe = read_probe(result)
+                archive.add(entry.label, each.seed, archived_flags(entry, args), probe, each.settings().get("commit"))
+            else:
+                probe = archive.probes.get((entry.label, each.seed))
+            if probe:
+                found.setdefault(entry.label, {})[each.seed] = probe
     return found
 
 
-def report(runs: dict[Entry, list[Run]], costs: dict[str, Cost], failed: dict[Run, str], args: Namespace) -> None:
-    entries, probes = list(runs), read_probes(runs)
-    every = [each for of_entry in runs.values() for each in of_entry]
-    missing = [each.title for each in every if each not in failed and not finished(each)]
+def report(
+    runs: dict[Entry, list[Run]], costs: dict[str, Cost], archive: Archive, failed: dict[Run, str], args: Namespace
+) -> None:
+    entries, probes = list(runs), read_probes(runs, archive, args)
+    archive.add_costs({name: cost for name, cost in costs.items() if name in STRATEGIES})
+    missing = [
+        each.title
+        for entry, of_entry in runs.items()
+        for each in of_entry
+        if each not in failed and each.seed not in probes.get(entry.label, {})
+    ]
     notes = [f"failed: {each.title}: {problem}" for each, problem in failed.items()]
     notes += [f"not finished: {', '.join(missing)}"] if missing else []
-    if not any(probes.values()):
+    if not probes:
         logger.info("%s", "\n".join(["there is no result yet", *notes]))
         return
     draws = {m: DRAWS if m == args.measure else DRAWS // 5 for m in measures_beside(args.measure)}
@@ -349,18 +380,26 @@ def main(args: Namespace) -> None:
         raise UserError(f"--equal_compute: the cost of {unknown[0]} is not measured yet; run without --dry_run")
     entries = plan_entries(args, costs)
     runs = {entry: [plan_bench(entry, seed, args) for seed in args.seeds] for entry in entries}
-    in_order = [runs[entry][at] for at in range(len(args.seeds)) for entry in entries]  # a first table is there early
-    for each in in_order:
-        each.check_settings()
+    archive = read_archive(args.archive)
+    for entry in entries:
+        for each in runs[entry]:
+            archive.check(entry.label, each.seed, archived_flags(entry, args))
+            each.check_settings()
+    in_order = [  # seed by seed: a first table is there early
+        runs[entry][at]
+        for at, seed in enumerate(args.seeds)
+        for entry in entries
+        if (entry.label, seed) not in archive.probes
+    ]
     if args.dry_run:
         logger.info("\n%s", "\n".join(typed_command(each, step, args) for each in in_order for step in each.steps))
         hours, device = estimated_hours(entries, args), SCALES[args.scale].device
         logger.info("\n%d pretrainings, about %.3g %s hours (computed)", len(in_order), hours, device)
         return
-    if args.download:
+    if args.download and in_order:
         fetch(in_order[0])
     failed = {} if args.table_only else work(in_order, args)
-    report(runs, costs, failed, args)
+    report(runs, costs, archive, failed, args)
     if failed:
         sys.exit(1)
 

@@ -15,6 +15,7 @@ token, and both concatenated. RUN/probe then has a line in results.jsonl, and an
     held_out    bool [N]: held-out or test
 """
 
+import hashlib
 import re
 from argparse import Namespace
 from dataclasses import dataclass
@@ -70,16 +71,21 @@ class ProbedRun:
     """What `python -m experiments.probe` found."""
 
     path: Path
-    images: np.ndarray  # names [N]
+    images: str  # SHA-256 of the names of the N images
     held_out: np.ndarray  # bool [N]
     encoders: list[str]  # [E]
     hits: np.ndarray  # bool [E, F, N]
 
+    @property
+    def final(self) -> int:
+        """Place of the last checkpoint among the encoders."""
+        return len(self.encoders) - 1 - (AVERAGE in self.encoders)
+
     @cached_property
     def measures(self) -> dict[str, np.ndarray]:
         """Scores in [0, 1] by measure and image, [N]; such as last-cls, [CLS] averaged over the last checkpoints."""
-        checkpoints = [at for at, name in enumerate(self.encoders) if name != AVERAGE]
-        choices = {"final": checkpoints[-1:]}
+        checkpoints = list(range(self.final + 1))
+        choices = {"final": [self.final]}
         if len(checkpoints) > 1:
             choices |= {"last": checkpoints, AVERAGE: [self.encoders.index(AVERAGE)]}
         return {
@@ -104,7 +110,11 @@ class ProbedRun:
 def read_probe(result: Result) -> ProbedRun:
     path, kinds = result.predictions, {"images": "U", "held_out": "b", "encoders": "U", "hits": "b"}
     images, held_out, encoders, hits = read_arrays(path, kinds, f"delete {path.parent} and probe again").values()
-    return ProbedRun(path, images, held_out, encoders.tolist(), hits)
+    return ProbedRun(path, hash_of_names(images), held_out, encoders.tolist(), hits)
+
+
+def hash_of_names(images: np.ndarray) -> str:
+    return hashlib.sha256("\n".join(images).encode(errors="surrogateescape")).hexdigest()
 
 
 # --- Encoders ---
@@ -288,7 +298,7 @@ def main(args: Namespace) -> None:
     hits = (top5[..., 0] == unseen.labels).numpy()
     chosen = np.array(names)[unseen.indices.numpy()]
     held_out = (unseen.indices < num_held_out).numpy()
-    report.probed = ProbedRun(paths[-1], chosen, held_out, list(encoders), hits)
+    report.probed = ProbedRun(paths[-1], hash_of_names(chosen), held_out, list(encoders), hits)
     accuracies = report.probed.accuracies()
     columns = list(next(iter(accuracies.values())))
     rows = [[measure, *(f"{values[part]:.2f}" for part in columns)] for measure, values in accuracies.items()]

@@ -4,6 +4,7 @@ import csv
 import importlib
 import json
 import re
+import shutil
 from argparse import Namespace
 from pathlib import Path
 
@@ -153,19 +154,19 @@ def test_a_benchmark_is_run_probed_and_shown(bench, tmp_path):
     assert np.array_equal(arrays["hits"][1, 0], arrays["correct"][0])
     assert (arrays["held_out"].sum(), arrays["held_out"][:64].all()) == (64, True)
 
-    # Mean token, averaged over both checkpoints, on all images: the leaderboard's default.
-    accuracy = {name: [100 * a["hits"][:2, 0].mean() for _, a in found[name]] for name in found}
-    assert [line["measures"]["last-mean"]["all"] for line, _ in found["random"]] == pytest.approx(accuracy["random"])
-    with open(folder / "leaderboard-last-mean-all.csv") as file:
+    # Both tokens of the last checkpoint, on all images: the leaderboard's default.
+    accuracy = {name: [100 * a["hits"][1, 2].mean() for _, a in found[name]] for name in found}
+    assert [line["measures"]["final-both"]["all"] for line, _ in found["random"]] == pytest.approx(accuracy["random"])
+    with open(folder / "leaderboard-final-both-all.csv") as file:
         rows = {row["label"]: row for row in csv.DictReader(file)}
     gain = np.mean(accuracy["stripes"]) - np.mean(accuracy["random"])
     assert float(rows["stripes"]["gain"]) == pytest.approx(gain, abs=1e-4)
     assert float(rows["stripes"]["low_simultaneous"]) <= float(rows["stripes"]["low"]) <= gain
     assert rows["random"]["gain"] == ""
-    page = (folder / "leaderboard-last-mean-all.md").read_text()
+    page = (folder / "leaderboard-final-both-all.md").read_text()
     assert re.search(rf"\| stripes \| undecided \| 2 \| 3 \| {np.mean(accuracy['stripes']):.2f} \|", page)
     assert "### Noise, from 3 seeds of 3 strategies" in page
-    assert (folder / "leaderboard-last-mean-all.png").stat().st_size > 10_000
+    assert (folder / "leaderboard-final-both-all.png").stat().st_size > 10_000
 
     out, done = bench(*flags, "--measure", "average-cls", "--part", "held_out", "--html")
     assert done == []
@@ -175,6 +176,34 @@ def test_a_benchmark_is_run_probed_and_shown(bench, tmp_path):
     data = json.loads(re.search('id="data">(.*)</script>', page)[1])
     assert [(run["name"], len(run["moments"])) for run in data["runs"]] == [("random", 2), ("block", 2), ("stripes", 2)]
     assert re.search(rf"Leaderboard: .*>random</th><th scope=row>baseline<.*<td>{accuracy:.2f}<", page, re.DOTALL)
+
+
+@pytest.mark.slow
+def test_an_archive_stands_in_for_runs_that_are_elsewhere(bench, program, tmp_path):
+    archive, folder = tmp_path / "archive.jsonl", tmp_path / "out" / "tiny" / "shapes"
+    flags = ("--seeds", 0, 1, 2, "--archive", archive)
+    _, done = bench(*flags, "--strategies", "random")
+    assert len(done) == 6
+    accuracy = [100 * probed(folder / "random" / f"seed{seed}")[1]["hits"][1, 2].mean() for seed in range(3)]
+    lines = archive.read_text().splitlines()
+    shutil.rmtree(tmp_path / "out")
+
+    _, done = bench(*flags, "--strategies", "block")
+    assert done == ["main_pretrain", "experiments.probe on shapes"] * 3
+    with open(folder / "leaderboard-final-both-all.csv") as file:
+        rows = {row["label"]: row for row in csv.DictReader(file)}
+    assert float(rows["random"]["acc1"]) == pytest.approx(np.mean(accuracy), abs=1e-4)
+    own = [100 * probed(folder / "block" / f"seed{seed}")[1]["hits"][1, 2].mean() for seed in range(3)]
+    assert float(rows["block"]["gain"]) == pytest.approx(np.mean(own) - np.mean(accuracy), abs=1e-4)
+    assert archive.read_text().splitlines()[: len(lines)] == lines
+
+    shutil.rmtree(tmp_path / "out")
+    out, done = bench(*flags, "--strategies", "block", "--table_only")
+    assert done == []
+    assert re.search(rf"random +baseline +2 +3 +{np.mean(accuracy):.2f}", out)
+    other = (*TINY, "--output_dir", tmp_path / "out", *flags, "--table_only", "--pretrain", "--mask_ratio", 0.5)
+    code, _, err = program(maskbench, *other)
+    assert (code, "random (seed 0) with other flags" in err) == (2, True)
 
 
 def test_costs_are_measured_once_beside_random_masks(monkeypatch, tmp_path):
@@ -264,8 +293,9 @@ def test_no_image_is_classified_by_a_probe_that_was_fitted_on_it():
 def made_up(accuracy: float, seed: int, images: int = 2000) -> ProbedRun:
     """Half of the images are held out; all checkpoints and features hit the same ones."""
     hits = np.random.default_rng(seed).random(images) < accuracy
-    names = np.array([str(i) for i in range(images)])
-    return ProbedRun(Path("made_up.npz"), names, np.arange(images) < images // 2, ["0"], np.tile(hits, (1, 3, 1)))
+    return ProbedRun(
+        Path("made_up.npz"), f"hash of {images} names", np.arange(images) < images // 2, ["0"], np.tile(hits, (1, 3, 1))
+    )
 
 
 def test_standings_compare_to_the_baseline_of_the_same_length_over_common_seeds():
