@@ -40,9 +40,11 @@ import numpy as np
 import torch
 
 from masking import hashed_uniform, mask_health
+from models_mae import grid_size
 from util.checkpoint import write_text
 from util.data.listing import Names
 from util.data.sources import ImageList
+from util.datasets import pixel_statistics
 from util.evaluation.features import file_hash
 from util.evaluation.forensics import BLOCK, difficulty, edge_contrast, edge_scores, mirror_correlation, verdicts
 from util.evaluation.results import read_arrays
@@ -61,7 +63,7 @@ from util.plots.snapshot import (
 )
 from util.plots.style import save_figure
 
-COLUMNS = ("visible", "distinct", "hamming", "place", "unseen", "mirror", "edge", "own", "judge")
+COLUMNS = ("target", "visible", "distinct", "hamming", "place", "unseen", "mirror", "edge", "own", "judge")
 
 
 @dataclass
@@ -101,13 +103,14 @@ def measure(
             metrics["mirror"] = mirror_correlation(values, mirrored, grid).item()
     if judge is not None:
         metrics["judge"] = difficulty(judge.model, imgs, mask, noise)
-    weight = None if snapshot is None else snapshot.lambda_cl
-    target = None if snapshot is None else 1 - snapshot.masking.settings.ratio(snapshot.epoch or 0)
-    epoch = None if snapshot is None or snapshot.epoch is None else snapshot.epoch + 1
+    weight, epoch, look = None, None, verdicts(metrics, len(mask))
+    if snapshot is not None:
+        settings, weight = snapshot.masking.settings, snapshot.lambda_cl
+        epoch = None if snapshot.epoch is None else snapshot.epoch + 1
+        metrics["target"] = 1 - settings.ratio(snapshot.epoch or 0)
+        look = verdicts(metrics, len(mask), weight, settings.lambda_cl(1), settings.masking)
     positions = (1 - mask).mean(dim=0).reshape(grid).tolist()
-    return Measured(
-        name, str(path), file_hash(path), epoch, weight, metrics, verdicts(metrics, target, weight), positions
-    )
+    return Measured(name, str(path), file_hash(path), epoch, weight, metrics, look, positions)
 
 
 def grid_of(mask: torch.Tensor, imgs: torch.Tensor) -> tuple[int, int]:
@@ -129,14 +132,20 @@ def measure_run(name: str, paths: list[Path], judge: Snapshot | None, args: Name
     device, found = set_up_device(args.device), []
     for path in evenly(paths, args.moments):
         snapshot = load_snapshot(path, name, device=device)
-        if judge is not None and snapshot.model.img_size != judge.model.img_size:
-            raise UserError(f"{path} and --judge {args.judge} were trained on images of different sizes")
+        if judge is not None and input_of(snapshot) != input_of(judge):
+            raise UserError(f"{path} and --judge {args.judge} differ in size, patches or statistics of their images")
         images = read_images(open_source(args, snapshot), args.num_images or 1000, args.seed)
         imgs = as_input(images, snapshot, device)
         parts = enumerate(imgs.split(BLOCK))
         mask = torch.cat([snapshot.mask(part, args.seed, first=at * BLOCK).mask for at, part in parts])
         found.append(measure(name, path, mask, imgs, judge, args, snapshot))
     return found
+
+
+def input_of(snapshot: Snapshot) -> tuple:
+    """What two autoencoders have to share to be asked about the same images and masks."""
+    model = snapshot.model
+    return model.img_size, grid_size(model), pixel_statistics(model.in_chans, *snapshot.statistics)
 
 
 def measure_file(name: str, path: Path, judge: Snapshot | None, args: Namespace) -> Measured:
@@ -155,7 +164,8 @@ def measure_file(name: str, path: Path, judge: Snapshot | None, args: Namespace)
     images = read_images(ImageList(Names.pack(map(str, files))), len(files), args.seed)
     if len(images) != len(files):
         raise UserError(f"{path}: some of its images cannot be read")
-    return measure(name, path, mask, as_input(images, judge, set_up_device(args.device)), judge, args)
+    device = set_up_device(args.device)
+    return measure(name, path, mask.to(device), as_input(images, judge, device), judge, args)
 
 
 def load_judge(args: Namespace) -> Snapshot | None:
@@ -164,7 +174,8 @@ def load_judge(args: Namespace) -> Snapshot | None:
     path = Path(args.judge)
     if not path.exists():
         raise UserError(f"--judge: there is no checkpoint or folder {path}")
-    judge = load_snapshot(checkpoints_by_run(Namespace(names=["judge"], runs=[args.judge]))["judge"][-1], "judge")
+    last = checkpoints_by_run(Namespace(names=["judge"], runs=[args.judge]))["judge"][-1]
+    judge = load_snapshot(last, "judge", device=set_up_device(args.device))
     if judge.masking.learned is not None:
         raise UserError(f"--judge {path} was trained with a masking module; give a run of --masking random")
     return judge

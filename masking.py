@@ -92,7 +92,8 @@ class MaskSettings:
         """The share of removed patches in an epoch: linear from `mask_ratio_start`, if given, to `mask_ratio`."""
         if self.mask_ratio_start is None or self.epochs < 2:
             return self.mask_ratio
-        return self.mask_ratio_start + (self.mask_ratio - self.mask_ratio_start) * epoch / (self.epochs - 1)
+        passed = epoch / (self.epochs - 1)
+        return (1 - passed) * self.mask_ratio_start + passed * self.mask_ratio  # exact at both ends
 
 
 @dataclass
@@ -135,7 +136,7 @@ def hashed_uniform(keys: torch.Tensor, draw: int, size: int) -> torch.Tensor:
     independent of batches and processes, which a generator's stream is not. The mixer is SplitMix64's."""
     places = torch.arange(size, device=keys.device) + (draw << 32)
     x = mix_bits(keys)[:, None] + places * -7046029254386353131  # 2**64 / golden ratio, as int64
-    return ((mix_bits(x) >> 40 & 0xFFFFFF).float() + 0.5) / 2**24
+    return (((mix_bits(x) >> 40 & 0xFFFFFF).float() + 0.5) / 2**24).clamp(max=1 - 2**-24)  # float32 would round up to 1
 
 
 def mix_bits(x: torch.Tensor) -> torch.Tensor:
@@ -466,6 +467,8 @@ class Masking:
         if not isinstance(chosen, torch.Tensor) or chosen.shape != expected:
             shape = tuple(chosen.shape) if isinstance(chosen, torch.Tensor) else type(chosen).__name__
             raise UserError(f"--masking {self.settings.masking} returned {shape}; a strategy returns {expected}")
+        if chosen.dtype == torch.bool and self.settings.mask_ratio_start is not None:
+            raise UserError(f"--mask_ratio_start needs noise; --masking {self.settings.masking} returned bool values")
         return {"visible": chosen} if chosen.dtype == torch.bool else {"noise": chosen.float()}
 
 
@@ -529,7 +532,8 @@ def mask_health(
     distinct     share of masks in the batch that differ from all before them (1/N: mode collapse)
     hamming      share of tokens in which two masks differ, mean over pairs of images
     unseen       share of positions that no image of the batch shows
-    place        share of the masks' variance that the position alone explains (0: none, 1: one mask for all)
+    place        share of the masks' variance that the position alone explains (0: none, 1: one mask for all), adjusted
+                 for what chance explains in N masks
     decisive     share of Z within 0.1 of 0 or 1
     """
     n, num_patches = mask.shape
@@ -544,8 +548,14 @@ def mask_health(
         "distinct": 1 - repeats / len(differing),
         "hamming": differing.sum() / (num_patches * max(len(differing) * (n - 1), 1)),
         "unseen": mask.all(dim=0).float().mean(),
-        "place": mask.mean(dim=0).var(correction=0) / mask.var(correction=0).clamp(min=1e-6),
+        "place": explained_by_position(mask),
     }
     if keep_prob is not None:
         health["decisive"] = ((keep_prob - 0.5).abs() >= 0.4).float().mean()
     return health
+
+
+def explained_by_position(mask: torch.Tensor) -> torch.Tensor:
+    """Adjusted R^2 of masks [N, L] on the position."""
+    explained = mask.mean(dim=0).var(correction=0) / mask.var(correction=0).clamp(min=1e-6)
+    return (1 - (1 - explained) * len(mask) / max(len(mask) - 1, 1)).clamp(min=0)

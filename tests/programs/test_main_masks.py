@@ -15,7 +15,7 @@ from models_mae import mae_vit_micro_patch4
 from util.evaluation.features import file_hash
 from util.evaluation.forensics import difficulty, edge_contrast, edge_scores, hidden_error, mirror_correlation, verdicts
 
-GOOD = {"visible": 0.25, "distinct": 1.0, "place": 0.01, "unseen": 0.0}
+GOOD = {"target": 0.25, "visible": 0.25, "distinct": 1.0, "place": 0.01, "unseen": 0.0}
 
 
 @pytest.fixture(scope="module")
@@ -75,20 +75,37 @@ def test_one_mask_for_all_is_all_position():
 
 
 @pytest.mark.parametrize(
-    ("change", "weight", "word"),
+    ("change", "weight", "word", "flag"),
     [
-        ({"visible": 0.31}, None, "--lambda_kl"),
-        ({"distinct": 0.1}, None, "--lambda_div"),
-        ({"place": 0.4}, None, "--lambda_pos"),
-        ({"unseen": 0.4}, None, "never shown"),
-        ({"judge": 1.1}, 0.8, "not a partner"),
-        ({"judge": 0.9}, -0.4, "not an adversary"),
+        ({"visible": 0.31}, None, "misses the target of 0.25", "--lambda_kl"),
+        ({"distinct": 0.1}, None, "share masks", "--lambda_div"),
+        ({"place": 0.4}, None, "depend on position", "--lambda_pos"),
+        ({"unseen": 0.4}, None, "never shown", "--lambda_pos"),
+        ({"judge": 0.98}, 0.8, "hardly easier", "longer"),
+        ({"judge": 1.02}, -0.25, "hardly harder", "--lambda_cl_end"),
     ],
 )
-def test_verdicts_name_what_is_wrong(change, weight, word):
-    assert verdicts(GOOD, 0.25, weight) == []
-    (sentence,) = verdicts(GOOD | change, 0.25, weight)
+def test_verdicts_name_what_is_wrong_and_flags_only_where_there_are_any(change, weight, word, flag):
+    assert verdicts(GOOD, 100, weight, -0.25, "curriculum") == []
+    (sentence,) = verdicts(GOOD | change, 100, weight, -0.25, "curriculum")
     assert word in sentence
+    assert flag in sentence
+    (sentence,) = verdicts(GOOD | change, 100, weight, -0.25, "block")
+    assert word in sentence
+    assert flag not in sentence
+
+
+def test_an_adversary_is_expected_at_the_end_alone():
+    assert verdicts(GOOD | {"judge": 1.0}, 100, -0.1, -1.0, "predictive") == []
+    assert verdicts(GOOD | {"judge": 1.0}, 100, -0.1, -0.1, "curriculum")
+
+
+@pytest.mark.parametrize("number", [3, 4, 8, 1000])
+def test_random_masks_are_well_however_few(number):
+    health = {name: value.item() for name, value in mask_health(random_mask(number)).items()}
+    assert not [each for each in verdicts(health | {"target": 0.25}, number) if "unseen" in each]
+    many = [mask_health(random_mask(number, seed))["place"].item() for seed in range(200)]
+    assert np.mean(many) < 0.4 / number  # unadjusted, 1 / number; clamped at 0, so not quite 0
 
 
 @pytest.fixture(scope="module")

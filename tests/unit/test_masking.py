@@ -149,6 +149,25 @@ def test_hashed_values_are_uniform_and_within_the_open_interval():
     assert np.abs(np.corrcoef(values[:-1].flatten().numpy(), values[1:].flatten().numpy())[0, 1]) < 0.02
 
 
+def test_no_hashed_value_rounds_up_to_one():
+    """The largest hash of this image did; the noise of the whole image was then not a number."""
+    values = hashed_uniform(image_keys(0, 0, torch.tensor([83988])), 0, 196)
+    assert values.max() == 1 - 2**-24
+
+
+@pytest.mark.parametrize(("start", "end"), [(0.21, 0.75), (0.9, 0.6), (0.5, 0.75)])
+def test_the_ratio_begins_and_ends_as_told(start, end):
+    settings = MaskSettings(mask_ratio_start=start, mask_ratio=end, epochs=7)
+    assert (settings.ratio(0), settings.ratio(6)) == (start, end)
+
+
+def test_a_ratio_curriculum_needs_an_exact_ratio(tmp_path):
+    (tmp_path / "mine.py").write_text("def half(ask):\n    return ask.uniform() < 0.5\n")
+    masking = Masking(MaskSettings(masking=f"{tmp_path}/mine.py:half", mask_ratio_start=0.5, epochs=2), GRID)
+    with pytest.raises(UserError, match="--mask_ratio_start needs noise"):
+        masking.choose(masking.ask(torch.zeros(2, 3, 4, 4), torch.arange(2), 0, 0.0))
+
+
 def test_hashed_values_are_the_same_however_they_are_batched():
     keys = image_keys(3, 7, torch.arange(100))
     whole = hashed_uniform(keys, 2, 32)
@@ -359,7 +378,7 @@ def test_health_of_masks_by_hand():
             "distinct": 2 / 4,
             "hamming": 3 * 3 / 6 / 4,  # three of six pairs differ, in three of four tokens
             "unseen": 1 / 4,
-            "place": rates.var() / (rates.mean() * (1 - rates.mean())),
+            "place": 1 - (1 - rates.var() / (rates.mean() * (1 - rates.mean()))) * 4 / 3,  # adjusted R^2
             "decisive": 3 / 4,
         },
         rel=1e-5,

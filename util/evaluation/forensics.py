@@ -64,24 +64,40 @@ def difficulty(model: Autoencoder, imgs: torch.Tensor, mask: torch.Tensor, noise
     return hidden_error(model, imgs, mask == 0) / hidden_error(model, imgs, random)
 
 
-def verdicts(metrics: Mapping[str, float], target: float | None, weight: float | None) -> list[str]:
-    """What to look into, one sentence each; none if all is well. `target` is the visible share aimed at, `weight` is
-    lambda_CL, where masks follow it."""
-    found = []
-    if target is not None and abs(metrics["visible"] - target) > 0.03:
-        found.append(f"visible {metrics['visible']:.2f} misses the target {target:.2f}: raise --lambda_kl")
+ADVICE = {  # what a learned curriculum can do about it
+    "visible": "raise --lambda_kl",
+    "distinct": "raise --lambda_div",
+    "place": "raise --lambda_pos",
+    "unseen": "raise --lambda_pos",
+    "partner": "train the module longer",
+    "adversary": "lower --lambda_cl_end",
+}
+
+
+def verdicts(
+    metrics: Mapping[str, float], number: int, weight: float | None = None, end: float | None = None, learned: str = ""
+) -> list[str]:
+    """What to look into, one sentence each; none if all is well. Masks are of `number` images.
+
+    `weight` is lambda_CL, where masks follow it, and `end` its value at the end of the run. Flags are named for masks
+    that were `learned` by --masking curriculum; those of other strategies are what the strategy makes them.
+    """
+    found = {}
+    visible, target = metrics["visible"], metrics.get("target")
+    if target is not None and abs(visible - target) > 0.03:
+        found["visible"] = f"{visible:.2f} misses the target of {target:.2f}"
     if metrics["distinct"] < 0.5:
-        found.append(f"distinct {metrics['distinct']:.2f}: images share masks; raise --lambda_div")
+        found["distinct"] = f"{metrics['distinct']:.2f}: images share masks"
     if metrics["place"] > 0.1:
-        found.append(f"place {metrics['place']:.2f}: masks depend more on position than on content; raise --lambda_pos")
-    if metrics["unseen"] > 0.1:
-        found.append(f"unseen {metrics['unseen']:.2f}: positions that are never shown; raise --lambda_pos")
-    for name in ("judge", "own"):
-        if name in metrics and weight is not None:
-            hard = metrics[name]
-            if weight > 0.2 and hard > 1.01:
-                found.append(f"{name} {hard:.2f} at lambda_CL {weight:.2f}: not a partner yet; train the module longer")
-            if weight < -0.2 and hard < 0.99:
-                found.append(f"{name} {hard:.2f} at lambda_CL {weight:.2f}: not an adversary; lower --lambda_cl_end")
-            break
-    return found
+        found["place"] = f"{metrics['place']:.2f}: masks depend on position"
+    if metrics["unseen"] > 0.1 + 2 * (1 - visible) ** number:  # twice what chance leaves unseen
+        found["unseen"] = f"{metrics['unseen']:.2f}: positions that are never shown"
+    judge = next((name for name in ("judge", "own") if name in metrics), None)
+    if judge and weight is not None:
+        hard = f"{judge} {metrics[judge]:.2f} at lambda_CL {weight:.2f}"
+        if weight >= 0.5 and metrics[judge] > 0.97:
+            found["partner"] = f"{hard}: hardly easier than random masks"
+        if weight < 0 and weight == end and metrics[judge] < 1.03:
+            found["adversary"] = f"{hard}: hardly harder than random masks"
+    advice = ADVICE if learned == "curriculum" else {}
+    return [f"{name} {what}" + (f"; {advice[name]}" if name in advice else "") for name, what in found.items()]
