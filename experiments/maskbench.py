@@ -55,6 +55,7 @@ class MaskStrategy:
 
 CURRICULUM = "--masking curriculum --cmm_fraction 0.5 --soft"
 PREDICTIVE = "--masking predictive"
+CONTROL = "--masking curriculum --soft tokens"
 STRATEGIES = {
     BASELINE: MaskStrategy("--masking random"),
     "random-0.6": MaskStrategy("--masking random --mask_ratio 0.6", 1.35),
@@ -74,7 +75,9 @@ STRATEGIES = {
     "predictive": MaskStrategy(PREDICTIVE, 1.02),
     "predictive-reversed": MaskStrategy(f"{PREDICTIVE} --lambda_cl_start -1 --lambda_cl_end 1", 1.02),
     "predictive-noise": MaskStrategy(f"{PREDICTIVE} --mask_noise curriculum", 1.02),  # geometry and content together
-    "released": MaskStrategy(f"--masking curriculum {' '.join(RELEASED_FLAGS)}", 4.02),  # the authors' code
+    "released": MaskStrategy(
+        f"--masking curriculum --soft tokens {' '.join(RELEASED_FLAGS)}", 4.02
+    ),  # the authors' code
 }
 
 

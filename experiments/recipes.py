@@ -135,7 +135,7 @@ def figure(title: str, about: str, *variants: Variant, blocks: int = 1) -> Recip
 
 
 def control(flags: str) -> Variant:
-    return Variant(flags.replace("--", ""), tuple(flags.split()))
+    return clmae(flags.replace("--", ""), flags)
 
 
 SIZES = tuple(map(sized, paper_lines("imagenet")))
@@ -200,7 +200,7 @@ RECIPES = {
         (
             replace(MAE, flags=(*MAE.flags, "--epochs", "200"), paper={}, hours=3),
             replace(CLMAE, flags=(*CLMAE.flags, "--epochs", "200"), paper={}, hours=10),
-            Variant("released code", (*RELEASED_FLAGS, "--epochs", "200"), hours=10),
+            Variant("released code", (*PAPER_FLAGS, *RELEASED_FLAGS, "--epochs", "200"), hours=10),
         ),
         ("knn", "linprobe"),
     ),
@@ -230,12 +230,28 @@ RECIPES = {
         "masks' are below 1 for a partner, above 1 for an adversary.",
         (
             MAE,
-            Variant("CL-MAE"),
+            clmae("CL-MAE"),
             control("--lambda_cl_end -1"),
             control("--lambda_gauss 1"),
             control("--lambda_gauss 0"),
             control("--lambda_gauss 1 --lambda_cl_end -1"),
             control("--lambda_gauss 1 --lambda_cl_end -1 --cmm_blr 1.2e-2"),
+        ),
+        pictures="--grid masks positions --curve --blocks 1",
+    ),
+    "attention": Recipe(
+        "Step 2, made consistent",
+        "Not in the paper: --soft attention beside the paper's step 2, and without each of the settings that come with "
+        "it. `python main_masks.py RUN ... --judge MAE_RUN` measures their masks.",
+        (
+            MAE,
+            clmae("CL-MAE"),
+            control("--soft attention"),
+            control("--soft attention --lambda_gauss 10"),
+            control("--soft attention --lambda_pos 0"),
+            control("--soft attention --lambda_cl_end -0.1"),
+            control("--soft attention --lambda_cl_end -0.5"),
+            control("--soft attention --select topk"),
         ),
         pictures="--grid masks positions --curve --blocks 1",
     ),

@@ -1,5 +1,7 @@
 """The method works: masks stay healthy, the module is a partner first and an adversary last, and what a loss is for
-shows when it is switched off. Tiny networks on the built-in shapes, with the method's own weights."""
+shows when it is switched off. Tiny networks on the built-in shapes, with the paper's weights unless a test says
+otherwise. How masks change over whole runs at the defaults takes longer than a test may: `experiments.run attention`
+and docs/results.md."""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -14,7 +16,7 @@ from models_cmm import lambda_cl
 from models_mae import MaskedAutoencoderViT, vit_layer_norm
 
 BATCH, HELD_OUT = 16, 256
-SETTINGS = MaskSettings(masking="curriculum", soft="attention", cmm_depth=1)  # weights: the method's
+SETTINGS = MaskSettings(masking="curriculum", soft="attention", cmm_depth=1)  # weights: the paper's
 
 
 class Duel:
@@ -111,7 +113,7 @@ def test_held_as_an_adversary_it_hides_what_is_hard(shapes):
     assert metrics.outline > 1.05
 
 
-def test_with_soft_attention_the_partner_turns_adversary_at_the_methods_weights(neutral):
+def test_with_soft_attention_masks_get_harder_when_the_sign_changes(neutral):
     partner = neutral.but().train([1.0] * 80)
     error = partner.metrics().error
     assert error < 1
