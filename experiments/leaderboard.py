@@ -9,7 +9,16 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.paired import DRAWS, LEVEL, Differences, Estimate, estimate_all, measure_noise, seeds_needed
+from experiments.paired import (
+    DRAWS,
+    FEWEST_SEEDS,
+    LEVEL,
+    Differences,
+    Estimate,
+    estimate_all,
+    measure_noise,
+    seeds_needed,
+)
 from experiments.probe import FEATURES, PARTS, ProbedRun
 from util.checkpoint import write_text
 from util.cli import UserError
@@ -50,6 +59,7 @@ class Standing:
     part: str
     seeds: int
     accuracy: float
+    level: float  # its baseline's accuracy plus its gain: unlike accuracies, comparable between rows of different seeds
     gain: Estimate | None  # None for a baseline, and without its results
     cost: Cost | None
     compute: float | None  # of the whole training, over the baseline's
@@ -74,19 +84,22 @@ def standings(
 ) -> list[Standing]:
     """The rows of the leaderboard, best first; entries without results are left out."""
     check_same(probes)
-    found = [entry for entry in entries if probes.get(entry.label)]
-    scores = {entry.label: scores_of(probes[entry.label], measure, part) for entry in found}
-    compared = {entry.label: shared for entry in found if (shared := over_baseline(entry, scores))}
+    known = [entry for entry in entries if probes.get(entry.label)]
+    scores = {entry.label: scores_of(probes[entry.label], measure, part) for entry in known}
+    compared = {entry.label: shared for entry in known if (shared := over_baseline(entry, scores))}
     gains = dict(zip(compared, estimate_all(list(compared.values()), draws), strict=True))
     epochs = {entry.label: entry.epochs for entry in entries}
+    accuracies = {
+        label: float(np.mean([each.mean() for each in of_label.values()])) for label, of_label in scores.items()
+    }
     rows = []
-    for entry in found:
-        accuracy = float(np.mean([each.mean() for each in scores[entry.label].values()]))
+    for entry in known:
         cost = costs.get(entry.strategy)
         compute = cost.time * entry.epochs / epochs[entry.baseline] if cost else None
         seeds, gain = len(scores[entry.label]), gains.get(entry.label)
-        rows.append(Standing(entry, measure, part, seeds, accuracy, gain, cost, compute))
-    return sorted(rows, key=lambda row: -row.accuracy)
+        level = accuracies[entry.baseline] + gain.mean if gain else accuracies[entry.label]
+        rows.append(Standing(entry, measure, part, seeds, accuracies[entry.label], level, gain, cost, compute))
+    return sorted(rows, key=lambda row: -row.level)
 
 
 def scores_of(probes: dict[int, ProbedRun], measure: str, part: str) -> dict[int, np.ndarray]:
@@ -163,8 +176,10 @@ def features_table(by_measure: dict[str, list[Standing]]) -> Table:
 
 
 def noise_table(entries: Sequence[Entry], probes: Probes) -> Table | None:
-    """How much each measure scatters over seeds, from the seeds that all entries of a baseline share."""
-    family = [entry for entry in entries if entry.baseline == entries[0].baseline and probes.get(entry.label)]
+    """How much each measure scatters over seeds, from the seeds that all entries of a baseline share; entries with
+    fewer than FEWEST_SEEDS would leave the others none."""
+    family = [entry for entry in entries if entry.baseline == entries[0].baseline]
+    family = [entry for entry in family if len(probes.get(entry.label, {})) >= FEWEST_SEEDS]
     family.sort(key=lambda entry: entry.label != entry.baseline)  # it comes first
     seeds = sorted(set.intersection(*(set(probes[entry.label]) for entry in family))) if family else []
     if len(family) < 2 or len(seeds) < 2 or family[0].label != family[0].baseline:
@@ -217,32 +232,45 @@ def leaderboard_csv(rows: Sequence[Standing]) -> str:
     return buffer.getvalue()
 
 
-def compute_figure(rows: Sequence[Standing]) -> Figure:
-    """Accuracy against compute. Bars are the simultaneous intervals of differences to the baseline."""
-    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
-    axes = figure.add_subplot()
+def leaderboard_figure(rows: Sequence[Standing]) -> Figure:
+    """Gains over the baseline by strategy, and accuracy against compute where that was measured.
+
+    Thin bars are simultaneous intervals of the gains, which decide; thick ones are those of each gain alone.
+    """
+    figure = Figure(figsize=(11, 1.6 + 0.28 * len(rows)), layout="constrained")
+    gains, compute = figure.subplots(1, 2, width_ratios=[1, 1.1])
     shortest = min((row.entry.epochs for row in rows if row.verdict == "baseline"), default=rows[0].entry.epochs)
     for at, row in enumerate(rows):
-        interval = row.gain.simultaneous if row.gain else None
-        bar = [[row.gain.mean - interval[0]], [interval[1] - row.gain.mean]] if row.gain and interval else None
         colour, marker = COLOURS[at % len(COLOURS)], MARKERS[at % len(MARKERS)]
-        x = (row.cost.time if row.cost else 1.0) * row.entry.epochs / shortest
-        style = {"color": colour, "marker": marker, "markersize": 6, "linestyle": "none", "elinewidth": 1, "capsize": 3}
-        axes.errorbar([x], [row.accuracy], yerr=bar, label=verbatim(row.entry.label), **style)
+        style = {"color": colour, "marker": marker, "markersize": 6, "linestyle": "none"}
+        mean = row.gain.mean if row.gain else 0.0
+        gains.plot([mean], [at], **style)
+        for interval, width in ((row.gain and row.gain.simultaneous, 1), (row.gain and row.gain.interval, 3)):
+            if interval:
+                gains.plot(interval, [at, at], color=colour, linewidth=width)
+        if row.cost:
+            x, interval = row.cost.time * row.entry.epochs / shortest, row.gain and row.gain.simultaneous
+            compute.plot([x], [row.level], **style)
+            if interval:
+                compute.plot([x, x], [row.level - mean + end for end in interval], color=colour, linewidth=0.7)
         if row.verdict == "baseline":
-            axes.axhline(row.accuracy, color="0.6", linewidth=1, linestyle="--")
-    axes.set_xscale("log", base=2)
-    left, right = axes.get_xlim()
+            compute.axhline(row.accuracy, color="0.6", linewidth=1, linestyle="--")
+    gains.axvline(0, color="0.6", linewidth=1, linestyle="--")
+    gains.set_yticks(range(len(rows)), labels=[verbatim(row.entry.label) for row in rows])
+    gains.invert_yaxis()
+    gains.set_xlabel("gain over random masks (points), with 95 % intervals")
+    compute.set_xscale("log", base=2)
+    left, right = compute.get_xlim()
     ticks = [tick for tick in (0.25, 0.5, 0.7, 1, 1.4, 2, 3, 4, 6, 8, 12, 16) if left <= tick <= right]
-    axes.set_xticks(ticks, labels=map(str, ticks))
-    axes.minorticks_off()
-    axes.set_xlabel("training compute / that of random masks (measured step time x epochs)")
-    axes.set_ylabel("Acc@1 (%)")
-    axes.set_title(f"{shown_measure(rows[0].measure)}, {shown_part(rows[0].part)}", fontsize=10)
-    axes.grid(color="0.92")
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside right upper", frameon=False, fontsize=8)
+    compute.set_xticks(ticks, labels=map(str, ticks))
+    compute.minorticks_off()
+    compute.set_xlabel("training compute over that of random masks (measured step time x epochs)")
+    compute.set_ylabel("Acc@1 (%)")
+    figure.suptitle(f"{shown_measure(rows[0].measure)}, {shown_part(rows[0].part)}", fontsize=10)
+    for axes in (gains, compute):
+        axes.grid(color="0.92")
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 
@@ -258,4 +286,4 @@ def write_leaderboard(folder: Path, name: str, text: str, rows: Sequence[Standin
     folder.mkdir(parents=True, exist_ok=True)
     for path, content in files.items():
         write_text(path, content)
-    return [*files, *save_figure(compute_figure(rows), folder / name, ["png"])]
+    return [*files, *save_figure(leaderboard_figure(rows), folder / name, ["png"])]

@@ -18,6 +18,9 @@ from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
 import main_visualize as visualize
 from benchmarks.bench_step import PER_TURN, Contender, peak_memory
 from benchmarks.timing import alternate
@@ -40,11 +43,13 @@ from experiments.recipes import RELEASED_FLAGS, Variant
 from experiments.run import add_run_arguments, fetch, settle_run_args, typed_command
 from experiments.runner import work
 from masking import find_strategy
+from models_mae import build_mae
 from util.checkpoint import write_text
 from util.cli import ArgumentParser, UserError, file_name, logger, positive, run
 from util.evaluation.tables import Table, as_markdown, as_text
 
 BASELINE = "random"
+TIMING_ERROR = 0.05  # closer step times count as equal
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,8 @@ SCALES = {
         device="core",
         rounds=5,
     ),
-    # ImageNet-100 with ViT-S (ViT-B: --pretrain --model mae_vit_base, 5.2 times the hours). 26,000 images are held out.
+    # ImageNet-100 with ViT-S. For ImageNet-200 with ViT-B, --pretrain --model mae_vit_base --num_classes 200 --max_images
+    # 200000. A fifth of the images is held out.
     # 11.2 GFLOP per image, 100,000 images, 400 epochs, at 33 TFLOP/s, a tenth of an A100's peak.
     "full": BenchScale(
         "--model mae_vit_small_patch16 --num_classes 100 --max_images 100000 --global_batch_size 1024 --blr 1.5e-4 "
@@ -149,7 +155,7 @@ def get_args_parser() -> ArgumentParser:
     what.add_argument(
         "--equal_compute",
         action="store_true",
-        help="also train each slower strategy for as many epochs as fit into the time of random masks",
+        help="also train slower and faster strategies for as many epochs as fit into the time of random masks",
     )
     what.add_argument(
         "--archive",
@@ -174,6 +180,9 @@ def check_args(args: Namespace) -> None:
             known = f"known are {', '.join(STRATEGIES)}, or your own as path/to/file.py:name"
             raise UserError(f"--strategies {name} is unknown; {known}")
         find_strategy(parse(strategy_flags(name)).masking)
+    labels = {name: label_of(name) for name in args.strategies}
+    if twice := [name for name in labels if list(labels.values()).count(labels[name]) > 1]:
+        raise UserError(f"--strategies {' and '.join(twice)} would both be called {labels[twice[0]]}; rename one")
     if args.data_set not in SCALES[args.scale].data:
         takes = ", ".join(SCALES[args.scale].data)
         raise UserError(f"--data_set {args.data_set}: --scale {args.scale} takes {takes}")
@@ -200,15 +209,15 @@ def plan_entries(args: Namespace, costs: dict[str, Cost]) -> list[Entry]:
         baseline = label_of(BASELINE, whole, standard)
         for name in args.strategies:
             lengths = [whole]
-            if args.equal_compute:
+            if args.equal_compute and abs(costs[name].time - 1) > TIMING_ERROR:
                 lengths.append(max(round(standard * factor / costs[name].time), 1))
-            for epochs in lengths if lengths[-1] < whole else lengths[:1]:
+            for epochs in lengths:
                 label = label_of(name, epochs, standard)
                 entries.setdefault(label, Entry(label, name, epochs, baseline))
     return list(entries.values())
 
 
-def label_of(name: str, epochs: int, standard: int) -> str:
+def label_of(name: str, epochs: int = 0, standard: int = 0) -> str:
     name = name.rpartition(":")[2] if name not in STRATEGIES else name
     return name if epochs == standard else f"{name}-{epochs}epochs"
 
@@ -238,10 +247,20 @@ def plan_bench(entry: Entry, seed: int, args: Namespace) -> Run:
     return Run(Variant(entry.label, tuple(own)), seed, folder, steps)
 
 
-def estimated_hours(entries: list[Entry], args: Namespace) -> float:
-    scale, standard = SCALES[args.scale], parse(shared_flags(args)).epochs
-    flops = (STRATEGIES.get(entry.strategy, STRATEGIES[BASELINE]).flops * entry.epochs for entry in entries)
-    return scale.hours * len(args.seeds) * sum(flops) / standard
+def estimated_hours(planned: list[Entry], args: Namespace) -> float:
+    """By FLOPs, from the hours of the scale's own run; --pretrain may change its model, images and epochs."""
+    ours, usual = (parse(shared_flags(Namespace(**{**vars(args), "pretrain": own}))) for own in (args.pretrain, []))
+    lengths = (STRATEGIES.get(entry.strategy, STRATEGIES[BASELINE]).flops * entry.epochs for entry in planned)
+    return SCALES[args.scale].hours * epoch_flops(ours) / epoch_flops(usual) * sum(lengths) / usual.epochs
+
+
+def epoch_flops(settings: Namespace) -> float:
+    """With random masks; counted from shapes, on one image."""
+    sides = [settings.input_size] if isinstance(settings.input_size, int) else settings.input_size
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        mae = build_mae(settings.model, img_size=(sides[0], sides[-1]), in_chans=settings.in_chans)
+        mae(torch.empty(1, settings.in_chans, sides[0], sides[-1]), settings.mask_ratio)[0].backward()
+    return counter.get_total_flops() * settings.max_images
 
 
 # --- What a step costs ---
@@ -343,7 +362,7 @@ def report(
     parts = ["# MaskBench", head, *map(as_markdown, tables), "\n".join(f"- {note}" for note in notes)]
     name = f"leaderboard-{args.measure}-{args.part}"
     files = write_leaderboard(data_folder(args), name, "\n\n".join(parts) + "\n", rows)
-    if args.html:
+    if args.html and any(finished(each) for of_entry in runs.values() for each in of_entry):
         files.append(write_html(data_folder(args) / f"{name}.html", runs, tables, notes, args))
     logger.info("\n%s", "\n".join([*notes, f"written to {', '.join(map(str, files))}"]))
 
@@ -396,7 +415,8 @@ def main(args: Namespace) -> None:
     ]
     if args.dry_run:
         logger.info("\n%s", "\n".join(typed_command(each, step, args) for each in in_order for step in each.steps))
-        hours, device = estimated_hours(entries, args), SCALES[args.scale].device
+        planned = [entry for entry in entries for seed in args.seeds if (entry.label, seed) not in archive.probes]
+        hours, device = estimated_hours(planned, args), SCALES[args.scale].device
         logger.info("\n%d pretrainings, about %.3g %s hours (computed)", len(in_order), hours, device)
         return
     if args.download and in_order:

@@ -63,13 +63,15 @@ def test_strategies_are_settings_of_pretraining_with_folders_of_their_own(name):
     assert runs[name].pretrain.args().epochs == 2
 
 
-def test_equal_compute_takes_epochs_from_slower_strategies_and_longer_training_has_its_own_baseline():
+def test_equal_compute_gives_epochs_by_step_time_and_longer_training_has_its_own_baseline():
     flags = ("--data_path", "x", "--strategies", "tokens", "block", "--epochs_factor", 1, 4, "--equal_compute")
     costs = COSTS | {"tokens": Cost(2.9, 2.8, 3.0, 1.0, 0.2), "block": Cost(1.01, 1.0, 1.1, 0.5, 0.1)}
     entries = {entry.label: entry for entry in plan_entries(arguments(*flags), costs)}
     long = {label for label in entries if entries[label].baseline == "random-64epochs"}
     assert entries.keys() - long == {"random", "tokens", "tokens-6epochs", "block"}
-    assert long == {"random-64epochs", "tokens-64epochs", "tokens-22epochs", "block-64epochs", "block-63epochs"}
+    assert long == {"random-64epochs", "tokens-64epochs", "tokens-22epochs", "block-64epochs"}
+    fast = plan_entries(arguments(*flags), costs | {"block": Cost(0.8, 0.7, 0.9, 0.4, 0.1)})
+    assert {"block-20epochs", "block-80epochs"} < {entry.label for entry in fast}
     shorter = planned(*flags, costs=costs)["tokens-6epochs"].pretrain.args()
     assert (shorter.epochs, shorter.warmup_epochs, shorter.soft) == (6, 1, "tokens")
 
@@ -87,6 +89,15 @@ def test_the_full_scale_is_shown_with_its_cost(program, cluster):
     assert f"4 pretrainings, about {2 * 3.8 * (1 + 3.03):.3g} A100 hours" in out
 
 
+def test_the_full_scale_with_a_larger_model_and_more_classes_costs_more(program):
+    flags = ("--scale", "full", "--data_path", "in", "--strategies", "random", "--seeds", 0, "--dry_run", "--pretrain")
+    flags += ("--model", "mae_vit_base", "--num_classes", 200, "--max_images", 200_000, "--epochs", 200)
+    code, out, _ = program(maskbench, *flags)
+    assert "--num_classes 200 --max_images 200000 --epochs 200" in out
+    hours = float(re.search(r"1 pretrainings, about ([\d.]+) A100 hours", out)[1])
+    assert (code, hours) == (0, pytest.approx(3.8 * 58.2 / 11.2, rel=0.03))  # GFLOP of ViT-B and ViT-S, counted
+
+
 def test_a_dotted_program_is_run_as_a_module():
     step = planned(*TINY)["random"].steps[1]
     assert command(step, 1)[:2] == ["-m", "experiments.probe"]
@@ -94,11 +105,14 @@ def test_a_dotted_program_is_run_as_a_module():
 
 
 def test_mistakes_of_maskbench_end_in_a_sentence(program, tmp_path):
+    (tmp_path / "mine.py").write_text("def grid(ask):\n    return ask.uniform()\n")
+    mine = f"{tmp_path}/mine.py:grid"
     for flags, message in (
         (("--strategies", "nonsense"), "--strategies nonsense is unknown"),
         (("--strategies", "none.py:stripes"), "there is no file none.py"),
         (("--scale", "full", "--data_set", "shapes"), "--scale full takes folder"),
         (("--data_set", "shapes", "--equal_compute", "--dry_run"), "the cost of random is not measured yet"),
+        (("--strategies", "grid", mine), f"--strategies grid and {mine} would both be called grid"),
     ):
         code, _, err = program(maskbench, *flags, "--output_dir", tmp_path)
         assert (code, message in err, err.count("\n")) == (2, True, 1), err
@@ -321,6 +335,8 @@ def test_standings_compare_to_the_baseline_of_the_same_length_over_common_seeds(
     assert noise.rows[0][1][1].number == f"{deviation:.2f}"
     with pytest.raises(UserError, match="--measure last-mean"):
         standings(entries, probes, COSTS, "last-mean")
+    few = {**probes, "none": {0: made_up(0.5, 7)}}  # one seed of an entry takes no other's seeds away
+    assert noise_table(entries, few).title == noise.title
     probes["grid"][9] = made_up(0.6, 99, images=100)
     with pytest.raises(UserError, match="different images"):
         standings(entries, probes, COSTS, "final-mean")
