@@ -82,8 +82,11 @@ say "6/6  What the masks are like to an autoencoder that never saw them, and pic
 program main_masks.py "$out"/{clmae,predictive} --names CL-MAE predictive --judge "$out/mae" "${data[@]}" \
     --num_images 512 --moments 4 --output_dir "$out/pictures"
 mv "$out/pictures/masks.png" "$out/pictures/forensics.png"
-program main_visualize.py "$out/predictive" "${data[@]}" --grid masks --animate --blocks 3 --num_images 5 \
-    --names predictive --output_dir "$out/pictures"
+mapfile -t moments < <(ls -v "$out"/predictive/checkpoint-[0-9]*.pth)
+last=$((${#moments[@]} - 1)) first=$((${#moments[@]} > 3))  # the second: after one epoch the module has hardly learned
+program main_visualize.py "${moments[first]}" "${moments[last / 2]}" "${moments[last]}" "${data[@]}" \
+    --grid masks --blocks 3 --num_images 5 --output_dir "$out/pictures"
+program main_visualize.py "$out/predictive" "${data[@]}" --animate --output_dir "$out/pictures"
 program main_visualize.py "$out"/{mae,clmae,predictive} --names "${names[@]}" "${data[@]}" \
     --curve --output_dir "$out/pictures" --html "$out/report.html"
 

@@ -30,4 +30,4 @@ def test_hidden_patches_move_from_plain_to_detailed(program, tmp_path):
         assert moment["visible"] == 0.25
         assert moment["unseen"] == 0
         assert moment["place"] < 0.05
-    assert moments[-1]["mirror"] > 0.9
+    assert all(moment["mirror"] > 0.9 for moment in moments[1:])  # after three epochs

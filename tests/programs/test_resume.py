@@ -25,9 +25,10 @@ from util.training.saver import Saver
 MAPS = Path("/proc/self/maps")
 
 
-def test_resumed_run_equals_an_uninterrupted_one(cli, tmp_path, monkeypatch):
+@pytest.mark.parametrize("masks", ["curriculum", "curriculum --soft attention", "predictive --mask_noise curriculum"])
+def test_resumed_run_equals_an_uninterrupted_one(cli, tmp_path, monkeypatch, masks):
     """Killed two epochs after its last checkpoint: these are trained, logged and shown again."""
-    flags = (*SMALL, "--epochs", 4, "--save_every", 1, "--knn_every", 1)
+    flags = (*SMALL, "--epochs", 4, "--save_every", 1, "--knn_every", 1, "--masking", *masks.split())
     assert cli(*flags, "--output_dir", tmp_path / "whole")[0] == 0
 
     def stop_before_the_last_epoch(*args, **kwargs):

@@ -398,15 +398,16 @@ def test_no_step_waits_for_the_device(monkeypatch, flags):
 
 
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
-def test_mixed_precision_computes_the_losses_in_float32(amp):
-    args, state, loader = setup("--amp", amp)
+@pytest.mark.parametrize("soft", ["tokens", "attention"])
+def test_mixed_precision_computes_the_losses_in_float32(amp, soft):
+    args, state, loader = setup("--amp", amp, "--soft", soft)
     dtypes = set()
     for scaler in (state.scaler, state.scaler_cmm):
         original = scaler._scaler.scale
         scaler._scaler.scale = lambda loss, original=original: (dtypes.add(loss.dtype), original(loss))[1]
     stats = train(args, state, loader)
     assert dtypes == {torch.float32}
-    args, state, loader = setup("--amp", "off")
+    args, state, loader = setup("--amp", "off", "--soft", soft)
     exact = train(args, state, loader)
     assert stats["loss"] == pytest.approx(exact["loss"], rel=0.05)
     assert stats["loss"] != exact["loss"], "mixed precision was in use"
