@@ -226,7 +226,7 @@ def start_finetuning(state: TrainingState, steps_per_epoch: int, args: Namespace
     checkpoint, source = found
     if "optimizer" not in checkpoint or "head.weight" not in ckpt.weights_of(checkpoint):
         raise UserError(
-            f"{source} is not of a fine-tuning that could be resumed; to start from its weights, use --finetune"
+            f"{source} is not from a fine-tuning run that could be resumed; to start from its weights, use --finetune"
         )
     return resume.agreed(resume.continue_from(state, checkpoint, source, steps_per_epoch, args))
 

@@ -103,7 +103,7 @@ def check_args(args: Namespace) -> None:
     if args.batch_size * place_in_world()[1] < 2:
         raise UserError("--batch_size 1: batch normalisation needs at least two images")
     if args.lr_grid is not None and args.lr is not None:
-        raise UserError("--lr_grid takes base learning rates to choose from, and no --lr beside it")
+        raise UserError("--lr_grid chooses the learning rate and cannot be combined with --lr")
     if args.warmup_epochs >= args.epochs:
         logger.warning("--warmup_epochs %d fills the whole run of %d epochs", args.warmup_epochs, args.epochs)
 

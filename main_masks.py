@@ -147,7 +147,7 @@ def measure_file(name: str, path: Path, judge: Snapshot | None, args: Namespace)
     if len(names) != len(mask) or not bool(((mask == 0) | (mask == 1)).all()):
         raise UserError(f"{path}: `mask` needs a row of zeros (keep) and ones (remove) for each of {len(names)} images")
     if judge is None:
-        raise UserError(f"{path}: masks without a run need --judge RUN, which also tells the size of the images")
+        raise UserError(f"{path}: masks without a run need --judge RUN, which also sets the image size")
     roots = [Path(), path.parent, Path(args.data_path)]
     files = [next((root / each for root in roots if os.path.isfile(root / each)), None) for each in names]
     if None in files:
