@@ -80,7 +80,7 @@ def get_args_parser() -> ArgumentParser:
         "--blr", default=1e-3, type=non_negative, help="base learning rate, per 256 images of the global batch"
     )
     optim.add_argument(
-        "--layer_decay", default=0.75, type=positive, help="each layer's learning rate over the next one's"
+        "--layer_decay", default=0.75, type=positive, help="ratio of a layer's learning rate to the next's"
     )
     optim.add_argument("--min_lr", default=1e-6, type=non_negative, help="lower bound of the cosine schedule")
     optim.add_argument("--warmup_epochs", default=5, type=count_or_zero, help="epochs of linear warm-up")
@@ -99,9 +99,7 @@ def get_args_parser() -> ArgumentParser:
     images.add_argument(
         "--recount", default=1, type=number(int, at_least=1, at_most=1000), help="maximum number of parts to erase"
     )
-    images.add_argument(
-        "--resplit", action="store_true", help="no effect, as in upstream's commands: all views are augmented"
-    )
+    images.add_argument("--resplit", action="store_true", help="upstream's; no effect: all views are augmented")
 
     mixes = parser.add_argument_group("mixup and cutmix")
     mixes.add_argument("--mixup", default=0, type=non_negative, help="alpha of mixup, which blends two images; 0: none")
@@ -109,7 +107,7 @@ def get_args_parser() -> ArgumentParser:
         "--cutmix", default=0, type=non_negative, help="alpha of cutmix, which pastes a box of another image; 0: none"
     )
     mixes.add_argument("--cutmix_minmax", type=probability, nargs="+", help="range of the box's side, as two fractions")
-    mixes.add_argument("--mixup_prob", default=1.0, type=probability, help="probability of mixing at all")
+    mixes.add_argument("--mixup_prob", default=1.0, type=probability, help="probability of mixing images at all")
     mixes.add_argument(
         "--mixup_switch_prob", default=0.5, type=probability, help="probability of cutmix when both are enabled"
     )
@@ -123,9 +121,7 @@ def get_args_parser() -> ArgumentParser:
     out.add_argument("--data_name", type=label, help="name of the data in tables; default: its folder or set")
     out.add_argument("--resume", default="", help="checkpoint to resume from; auto: the newest in --output_dir")
     out.add_argument("--eval", action="store_true", help="only evaluate the fine-tuned checkpoint given by --resume")
-    out.add_argument(
-        "--dist_eval", action="store_true", help="no effect, as in upstream's commands: always distributed"
-    )
+    out.add_argument("--dist_eval", action="store_true", help="upstream's; no effect: evaluation is always distributed")
     add_saving_arguments(out)
     add_machine_arguments(parser)
     add_distributed_arguments(parser)

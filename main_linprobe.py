@@ -60,7 +60,7 @@ def get_args_parser() -> ArgumentParser:
     state.add_argument("--start_epoch", default=0, type=count_or_zero, help="first epoch, counted from 0")
     state.add_argument("--eval", action="store_true", help="only evaluate the head given by --resume")
     state.add_argument(
-        "--dist_eval", action="store_true", help="no effect, as in upstream's commands: always distributed"
+        "--dist_eval", action="store_true", help="upstream's; no effect: evaluation is always distributed"
     )
     add_evaluation_arguments(parser)
     return parser

@@ -99,7 +99,7 @@ def get_args_parser() -> ArgumentParser:
         default="curriculum",
         help="curriculum (CL-MAE), predictive, random (vanilla MAE), block, grid, noise, or your own: file.py:name",
     )
-    masks.add_argument("--mask_ratio", default=0.75, type=ratio, help="fraction of patches to remove, target or exact")
+    masks.add_argument("--mask_ratio", default=0.75, type=ratio, help="fraction of patches to remove (target or exact)")
     masks.add_argument(
         "--mask_ratio_start", type=ratio, help="start at this ratio and move linearly to --mask_ratio over the epochs"
     )

@@ -74,7 +74,9 @@ def add_data_arguments(parser: ArgumentParser) -> None:
 
 
 def add_config_argument(group: _ArgumentGroup) -> None:
-    group.add_argument("--config", metavar="FILE", help="YAML file of flags, as written by a run; flags given here win")
+    group.add_argument(
+        "--config", metavar="FILE", help="YAML file of flags, as written by a run; the command line wins"
+    )
 
 
 def named_folder(data_path: str) -> Path:
