@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# The first minutes: pretrain an MAE with random masks, with CL-MAE's and with predictive ones, evaluate and compare the
-# encoders, and draw what the masks did.
+# A demo that takes minutes: pretrain MAEs with random, CL-MAE and predictive masks, evaluate and compare the encoders,
+# and plot the masks.
 #
 #   make demo                       on built-in images of striped shapes
 #   DATA=path/to/images make demo   on your own: DATA/train/CLASS/* with DATA/val, DATA/CLASS/*, or just image files
 #
-# Every step is a command that you could type yourself. A second run continues where the first stopped.
+# Every step is a command you could type yourself. A second run resumes where the first stopped.
 set -euo pipefail
 cd "$(dirname "$0")"
 python=${1:-python}
-# A thread less than cores, for the loader: OpenMP threads that share a core with another process wait for each other.
+# One thread fewer than cores, to leave one for the loader: an OpenMP thread that shares its core stalls all the others.
 cores=$(getconf _NPROCESSORS_ONLN)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > 1 ? cores - 1 : 1))}
 
@@ -24,25 +24,25 @@ if [ -n "${DATA:-}" ]; then
     images=$(find -L "$train" -type f | head -n 5120 | wc -l)
     if ! [ -d "$DATA/val" ] && ! [ -d "$DATA/test" ]; then
         if [ "$images" -ge 10 ] && [ -n "$(find -L "$train" -mindepth 2 -type f -print -quit)" ]; then
-            data+=(--split 0.8)                            # class folders: a fifth of each is for testing
+            data+=(--split 0.8)                            # class folders: test on a fifth of each
         else
-            labels=no                                      # just files, or hardly any: nothing to evaluate with
+            labels=no                                      # no class folders, or too few images to evaluate
         fi
     fi
-    batch=$((images < 80 ? (images + 2) / 3 : 64))         # few images: still a few steps per epoch
+    batch=$((images < 80 ? (images + 2) / 3 : 64))         # a few steps per epoch even with few images
     probe=$((images < 1000 ? batch : 512))
-    epochs=$((images < 410 ? 100 : 41000 / images))        # as many images seen as in the demo on shapes, or less
+    epochs=$((images < 410 ? 100 : 41000 / images))        # at most as many images seen as in the demo on shapes
 fi
 out=output_dir/demo/$name
 
 # --- The steps ---
 say() { printf '\n== %s\n' "$*"; }
 program() { printf '$ python'; printf ' %q' "$@"; printf '\n'; "$python" "$@"; }
-evaluate() {  # PROGRAM RUN FLAGS...: once; an evaluation that the data does not allow is left out
+evaluate() {  # PROGRAM RUN FLAGS...: once; skips an evaluation that the data does not allow
     local task=$1 run=$2; shift 2
-    if compgen -G "$out/eval/$run/$task*.npz" >/dev/null; then echo "$task of $run: done before"; return; fi
+    if compgen -G "$out/eval/$run/$task*.npz" >/dev/null; then echo "$task of $run: already done"; return; fi
     program "main_$task.py" --finetune "$out/$run" "${data[@]}" --num_workers 1 --global_pool \
-        --output_dir "$out/eval/$run" "$@" || { [ $? -eq 2 ] && echo "(left out)"; }
+        --output_dir "$out/eval/$run" "$@" || { [ $? -eq 2 ] && echo "(skipped)"; }
 }
 
 pretrain=(
@@ -51,34 +51,34 @@ pretrain=(
     --epochs "$epochs" --warmup_epochs 1 --batch_size "$batch" --blr 4e-3    # minutes, not days
     --save_every $(((epochs + 7) / 8)) --resume auto
 )
-# The module learns from every second batch, and of that from a quarter of the images: half the time.
+# The module learns from every second batch, and from a quarter of its images: half the time.
 names=(MAE CL-MAE predictive)
 curriculum=(--masking curriculum --soft attention --cmm_every 2 --cmm_fraction 0.25)
 
 say "1/6  MAE. Random masks hide three quarters of each image, and the autoencoder learns to fill them in."
 program main_pretrain.py "${pretrain[@]}" --masking random --output_dir "$out/mae"
 
-say "2/6  CL-MAE. The same, but a second network chooses the masks: first easy ones, at the end hard ones."
+say "2/6  CL-MAE. The same, but a second network chooses the masks: easy ones at first, hard ones at the end."
 program main_pretrain.py "${pretrain[@]}" "${curriculum[@]}" --output_dir "$out/clmae"
 
-say "3/6  Predictive CL-MAE. A small network predicts which patches are hard: first they stay visible, at the end they go."
+say "3/6  Predictive CL-MAE. A small network predicts which patches are hard: visible at first, hidden at the end."
 program main_pretrain.py "${pretrain[@]}" --masking predictive --output_dir "$out/predictive"
 
 if [ $labels = yes ]; then
-    say "4/6  Evaluate the encoders: neighbours, a linear layer, a linear layer on a few images per class."
+    say "4/6  Evaluate the encoders: nearest neighbours, linear probing, few-shot linear probing."
     for run in mae clmae predictive; do
         evaluate knn $run
         evaluate linprobe $run --batch_size $probe --cache_features --runs 3 --lr_grid 1 3 10 30
         evaluate fewshot $run
     done
-    say "5/6  Compare. A gain counts if p < 0.001 (*); at this size, after minutes, do not expect one."
+    say "5/6  Compare. A gain is significant if p < 0.001 (*); do not expect one at this size, after minutes."
     program main_compare.py "$out"/eval/{mae,clmae,predictive} --names "${names[@]}" --output_dir "$out/compare" \
         || [ $? -eq 2 ]
 else
-    say "4/6, 5/6  There are no class folders in $DATA, or hardly any images: no labels to evaluate the encoders with."
+    say "4/6, 5/6  Skipped: $DATA has no class folders, or too few images to evaluate the encoders."
 fi
 
-say "6/6  What the masks are like to an autoencoder that never saw them, and pictures from the first epoch to the last."
+say "6/6  Measure the masks with an autoencoder that never saw them, and draw them from the first epoch to the last."
 program main_masks.py "$out"/{clmae,predictive} --names CL-MAE predictive --judge "$out/mae" "${data[@]}" \
     --num_images 512 --moments 4 --output_dir "$out/pictures"
 mv "$out/pictures/masks.png" "$out/pictures/forensics.png"
@@ -93,4 +93,4 @@ program main_visualize.py "$out"/{mae,clmae,predictive} --names "${names[@]}" "$
 say "Done. Look at"
 ls "$out"/pictures/* "$out"/compare/*.png 2>/dev/null || true
 echo "Open the report in a browser and drag its slider through training: $PWD/$out/report.html"
-echo "Each step again, with your own data and settings: README.md"
+echo "README.md explains each step, for your own data and settings."

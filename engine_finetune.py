@@ -1,7 +1,7 @@
-"""Fine-tuning: one epoch of training a whole classifier, and its predictions of the test images.
+"""Fine-tuning: one epoch of training a whole classifier, and its predictions on the test images.
 
-What is random in a step (mixup, drop path) is a function of (seed, epoch, iteration, rank); what is random in an image
-(crop, RandAugment, erasing) is one of (seed, epoch, index). A resumed run therefore draws what it would have drawn.
+Per-step randomness (mixup, drop path) is a function of (seed, epoch, iteration, rank); per-image randomness (crop,
+RandAugment, erasing) is a function of (seed, epoch, index). A resumed run therefore draws the same values.
 """
 
 from argparse import Namespace
@@ -31,7 +31,7 @@ from util.training.resume import TrainingState
 
 
 class Objective:
-    """The loss of a batch: cross-entropy with smoothed labels, after timm's mixup and cutmix if any is asked for."""
+    """The loss of a batch: cross-entropy with smoothed labels, after timm's mixup and cutmix if enabled."""
 
     def __init__(self, args: Namespace):
         self.mixup = None
@@ -49,13 +49,13 @@ class Objective:
         self.criterion = self.build_criterion(args.smoothing)
 
     def build_criterion(self, smoothing: float) -> nn.Module:
-        """The cross-entropy that fits the labels; mixed ones are smoothed already."""
+        """The cross-entropy that fits the labels; mixed ones are already smoothed."""
         if self.mixup is not None:
             return SoftTargetCrossEntropy()
         return LabelSmoothingCrossEntropy(smoothing) if smoothing > 0 else nn.CrossEntropyLoss()
 
     def mix(self, imgs: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mixed images, with labels [B] turned into shares [B, classes]; unchanged without mixup."""
+        """Mixed images, with labels [B] turned into soft labels [B, classes]; unchanged without mixup."""
         return (imgs, labels) if self.mixup is None else self.mixup(imgs, labels)
 
 
@@ -71,8 +71,8 @@ def train_one_epoch(
 ) -> dict[str, float]:
     """Train for one epoch; returns the means of the loss and of the head's learning rate.
 
-    An interrupted epoch resumes where `log` stands. `after_update` is called with the number of updates of the whole
-    run so far.
+    An interrupted epoch resumes at iteration `log.first`. `after_update` is called with the total number of updates so
+    far.
     """
     model.train()
     device = next(model.parameters()).device
@@ -107,8 +107,8 @@ def evaluate(
     args: Namespace,
     header: str | None = None,
 ) -> FeatureSet:
-    """Logits [N, classes], as the features of all test images that can be read; each exactly once, whatever the number
-    of processes that share the work. `header` asks for a progress bar of that name."""
+    """Logits [N, classes], as the features of all readable test images; each image exactly once, for any number of
+    processes. `header` is the title of a progress bar, if wanted."""
     classifier = without_ddp(model).eval()
     return extract_features(
         classifier,

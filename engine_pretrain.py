@@ -1,15 +1,15 @@
 """One epoch of pretraining: the two-step iteration of CL-MAE.
 
-    Forward     the masking module looks at the images, once
-    Step 1      the MAE learns to reconstruct what the masks remove              (the masking module is not touched)
-    Step 2      the masking module learns from the MAE's errors                  (the MAE is not touched)
+    Forward     one pass of the masking module over the images
+    Step 1      the MAE learns to reconstruct what the masks remove              (the masking module is fixed)
+    Step 2      the masking module learns from the MAE's errors                  (the MAE is fixed)
 
-Only here do the two networks meet. With a strategy that learns nothing, such as `--masking random`, step 1 is all there
-is: vanilla MAE through the same code.
+The two networks interact only here. Without a learned strategy, as with `--masking random`, only step 1 runs: vanilla
+MAE through the same code.
 
-Every loss is that of the global batch: its value and gradient do not depend on how many processes share it. Each
-process computes a share. The mean of the shares over processes is the loss, which the log takes; the mean of their
-gradients, which DistributedDataParallel takes, is its gradient.
+Every loss is that of the global batch: its value and gradient do not depend on the number of processes. Each process
+computes a share. The mean of the shares is the loss, which is logged; the mean of their gradients, computed by
+DistributedDataParallel, is its gradient.
 """
 
 from argparse import Namespace
@@ -49,8 +49,8 @@ def train_one_epoch(
 ) -> dict[str, float]:
     """Train for one epoch; returns the epoch's mean of every logged value.
 
-    `model` is the autoencoder, perhaps wrapped by DistributedDataParallel. An interrupted epoch resumes where `log`
-    stands. `after_update` is called with the number of updates of the whole run so far.
+    `model` is the autoencoder, possibly wrapped in DistributedDataParallel. An interrupted epoch resumes at iteration
+    `log.first`. `after_update` is called with the total number of updates so far.
     """
     model.train()
     mae = without_ddp(model)
@@ -70,11 +70,11 @@ def train_one_epoch(
         ask = masking.ask(imgs, index, epoch, epochs_passed / args.epochs)
         learn = masking.learns_at(step)
 
-        # Forward of the masking module. Its weights do not change before step 2 ends, so one pass serves both steps.
+        # Forward pass of the masking module. Its weights change only at the end of step 2, so one pass serves both.
         with autocast(device, amp), torch.set_grad_enabled(learn):
-            values = masking.values(imgs)  # [N, L], such as Z; None where nothing is learned
+            values = masking.values(imgs)  # [N, L], such as Z; None without a learned strategy
 
-        # Step 1: the MAE, on what the masks leave visible.
+        # Step 1: train the MAE on the visible patches.
         masks = masking.choose(ask, values)
         share = share_of_process(masks)
         with autocast(device, amp):
@@ -83,16 +83,16 @@ def train_one_epoch(
         state.scaler(loss / args.accum_iter, state.optimizer, args.clip_grad, model.parameters(), update_grad=update)
         losses, settings = {"loss": loss}, {"lr": lr} | masking.moment(epoch, epochs_passed / args.epochs)
 
-        # Step 2: the masking module, on the errors of the MAE just updated. (When gradients accumulate, the MAE is
-        # updated at the last micro-batch only; waiting for it would keep every micro-batch's graph in memory.)
+        # Step 2: train the masking module on the errors of the updated MAE. (With gradient accumulation, the MAE is
+        # updated only at the last micro-batch; waiting for it would keep every micro-batch's graph in memory.)
         if learn and masking.learned is not None and values is not None:
             module, optimizer, scaler = state.masking_parts()
             settings["cmm/lr"] = module_learning_rate(epochs_passed, args)
             set_learning_rate(optimizer, settings["cmm/lr"])
-            with frozen(mae):  # through the backward pass: --grad_checkpointing repeats the forward pass there
+            with frozen(mae):  # until after the backward pass, where --grad_checkpointing repeats the forward pass
                 with autocast(device, amp):
                     error, rows = masking.learned.errors(mae, imgs, values, pred)
-                # Of the global batch: every pair of its images counts, whichever process has them.
+                # On the global batch: pairs of images may span processes.
                 all_values, all_errors, all_masks = gather_batch(values, error, mask)
                 losses |= masking.learned.losses(all_values, all_errors, all_masks, rows, ask)
                 loss_cmm = losses["cmm/loss"] / args.accum_iter
@@ -105,21 +105,21 @@ def train_one_epoch(
 
 
 def share_of_process(masks: dict[str, torch.Tensor]) -> Callable[[], torch.Tensor | float]:
-    """A call gives the weight of this process's loss, a mean over removed patches, in the mean over processes.
+    """Returns a function that gives the weight of this process's loss in the mean over processes.
 
-    It is 1 for masks of an exact ratio. Others may remove more patches in one process than in another. The numbers are
-    exchanged while the forward pass runs, so call after it.
+    The loss is a mean over removed patches, so the weight is 1 for masks of an exact ratio; otherwise processes may
+    remove different numbers of patches. Counts are exchanged during the forward pass: call the function after it.
     """
     if "visible" not in masks or get_world_size() == 1:
         return lambda: 1.0
     removed = (~masks["visible"]).sum()
     total = sum_of_processes(removed.clone())
-    return lambda: removed * get_world_size() / total().clamp(min=1)  # where nothing is removed, losses are 0
+    return lambda: removed * get_world_size() / total().clamp(min=1)  # losses are 0 if nothing is removed
 
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """Inside, no gradient is computed for the weights of `model`; gradients still pass through it to its inputs."""
+    """Compute no gradients for the weights of `model`; gradients still flow through it to its inputs."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     for p in trainable:
         p.requires_grad_(False)
@@ -131,8 +131,8 @@ def frozen(model: nn.Module) -> Iterator[None]:
 
 
 def module_learning_rate(epoch: float, args: Namespace) -> float:
-    """The masking module warms up as the MAE does and then stays constant by default: the curriculum's sign flips late,
-    when a decayed rate could no longer move it."""
+    """The masking module warms up like the MAE; its rate then stays constant by default, because the curriculum changes
+    sign late, when a decayed rate could no longer move it."""
     return learning_rate(
         epoch,
         lr=args.cmm_lr,

@@ -1,8 +1,8 @@
-"""Linear classifiers on frozen features: upstream's probe, trained by gradient steps, and a softmax layer, solved.
+"""Linear classifiers on frozen features: upstream's probe, trained by gradient steps, and an exactly solved softmax.
 
 LinearHeads, train_one_epoch    many heads at once: one for each run (seed) and learning rate
 fit_softmax                     one head, solved to its optimum
-predict                         the five likeliest classes of every image
+predict                         the five most likely classes of every image
 """
 
 from argparse import Namespace
@@ -27,7 +27,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]  # features [R, B, D] and labels [R, B
 
 
 class LinearHeads(nn.Module):
-    """For each of R runs and G learning rates: batch normalisation without parameters, then a linear layer.
+    """For each of R runs and G learning rates: parameter-free batch normalisation, then a linear layer.
 
     The heads of a run see the same batches, so they share the statistics. Nothing else is shared: each head learns
     exactly what it would learn alone.
@@ -64,7 +64,7 @@ def train_one_epoch(
 ) -> torch.Tensor:
     """One epoch of all heads at peak learning rates `rates` [G]; returns the mean loss of each, [R, G]."""
     heads.train()
-    steps = num_batches // args.accum_iter  # a last, incomplete accumulation is left out
+    steps = num_batches // args.accum_iter  # an incomplete last accumulation is dropped
     schedule = dict(min_lr=args.min_lr, warmup_epochs=args.warmup_epochs, epochs=args.epochs)
     total = torch.zeros(heads.bias.shape[:2], device=heads.bias.device)
     for i, (x, labels) in enumerate(islice(batches, steps * args.accum_iter)):
@@ -100,7 +100,7 @@ def head_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def predict(heads: LinearHeads, features: torch.Tensor, block: int = 2048) -> torch.Tensor:
-    """The five likeliest classes of each feature vector [N, D] by each head: int64 [R, G, N, 5] on the CPU."""
+    """The five most likely classes of each feature vector [N, D] by each head: int64 [R, G, N, 5] on the CPU."""
     heads.eval()
     runs, device = len(heads.weight), heads.weight.device
     logits = (heads(part.to(device).expand(runs, -1, -1)) for part in features.split(block))
@@ -111,7 +111,7 @@ def predict(heads: LinearHeads, features: torch.Tensor, block: int = 2048) -> to
 
 
 class CachedBatches:
-    """Features that were extracted once, in an order of its own for each seed."""
+    """Features extracted once, in a different order for each seed."""
 
     def __init__(self, train: FeatureSet, seeds: list[int], batch_size: int, device: torch.device):
         self.train, self.device = train, device
@@ -128,10 +128,10 @@ class CachedBatches:
 
 
 class EncodedBatches:
-    """Upstream's protocol: augmented images, encoded anew in every epoch. One run.
+    """Upstream's protocol for one run: augmented images, re-encoded in every epoch.
 
-    Each process encodes its share of a batch. The head is so small that every process then trains all of it, on the
-    features of the whole batch: the result is the same for any number of processes.
+    Each process encodes its share of a batch. The head is so small that every process then trains all of it on the
+    features of the whole batch, so the result is the same for any number of processes.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class EncodedBatches:
             yield gather_rows(features, equal=True)[None], gather_rows(labels, equal=True)[None]
 
 
-# --- To the optimum ---
+# --- Solved to the optimum ---
 
 
 def fit_softmax(
@@ -167,8 +167,8 @@ def fit_softmax(
 ) -> LinearHeads:
     """The softmax layer on features [M, D] that minimises sum of cross-entropies + l2 / 2 |W|^2.
 
-    The features are standardised with their own mean and deviation, as the probe's batch normalisation would. The
-    problem is convex: it has one answer, and no learning rate, schedule or seed takes part in it.
+    The features are standardised by their own mean and deviation, as in the probe's batch normalisation. The problem
+    is convex: its solution is unique, independent of any learning rate, schedule or seed.
     """
     heads = LinearHeads([0], 1, features.shape[1], num_classes).double().to(device)
     x, labels = features.double().to(device), labels.to(device)
@@ -177,7 +177,7 @@ def fit_softmax(
     x = torch.cat([heads.norm(x), x.new_ones(len(x), 1)], dim=1)  # [M, D + 1]: the last is the bias
     penalty = x.new_full((x.shape[1],), l2)
     penalty[-1] = 0
-    # Tokens are highly correlated. In coordinates where the curvature at zero is the identity, the same optimum is
+    # Features are highly correlated. In coordinates where the curvature at zero is the identity, the same optimum is
     # reached in a tenth of the steps.
     factor = torch.linalg.cholesky(x.T @ x / num_classes + penalty.diag())
     z = torch.linalg.solve_triangular(factor, x.T, upper=False).T

@@ -11,10 +11,10 @@ dependencies = ["torch", "torchvision", "timm", "numpy", "safetensors", "tqdm"]
 
 
 def _own_modules(*names: str) -> list:
-    """This repository's modules, imported without a trace.
+    """This repository's modules, imported without leaving them in sys.modules.
 
-    Many projects have a `util`, and forks of MAE a `models_mae` and a `models_vit`, too. The caller's must neither be
-    taken for ours, nor ours for the caller's later. Pickling a whole model needs them there; its state_dict does not.
+    Many projects have a `util`, and forks of MAE also a `models_mae` and a `models_vit`, so the caller's modules and
+    ours must not be confused. Pickling a whole model would need ours in sys.modules; pickling its state_dict does not.
     """
 
     def clashing() -> dict:
@@ -37,12 +37,12 @@ _models_mae, _models_vit, _masking, _checkpoint, _ = _modules
 
 
 def encoder(checkpoint: str, global_pool: bool = False, input_size: tuple[int, int] | None = None):
-    """The frozen encoder of a checkpoint, in evaluation mode; the model and its input size are read off the file.
+    """The frozen encoder of a checkpoint, in evaluation mode; the model and its input size are inferred from the file.
 
-    checkpoint   a file of this project or of upstream MAE, whole or encoder alone, a run's folder, or a model of
-                 transformers or timm: its folder or, such as hf-hub:facebook/vit-mae-base, its name on the Hub
-    global_pool  features are the normalised mean of the patch tokens, instead of the [CLS] token
-    input_size   (height, width) of the images, if it shall be another than in training
+    checkpoint   a file of this project or of upstream MAE, with or without a decoder, a run's folder, or a model of
+                 transformers or timm: its folder or its name on the Hub, such as hf-hub:facebook/vit-mae-base
+    global_pool  use the normalised mean of the patch tokens as features, instead of the [CLS] token
+    input_size   (height, width) of the images, if different from training
     """
     path = _checkpoint.resolve_checkpoint(checkpoint, "checkpoint")
     return _models_vit.load_encoder(path, global_pool=global_pool, input_size=input_size)
@@ -56,7 +56,7 @@ def mae(checkpoint: str):
 def masking_module(checkpoint: str):
     """The trained masking module of a checkpoint, in evaluation mode: images [N, C, H, W] to a value per patch [N, L].
 
-    checkpoint   a file or folder of a run with learned masks, or what `tools.export --format masking` wrote
+    checkpoint   a file or folder of a run with learned masks, or an export of `tools.export --format masking`
     """
     return _masking.load_module(_checkpoint.resolve_checkpoint(checkpoint, "checkpoint"))
 
@@ -74,9 +74,9 @@ def _entries(name: str) -> tuple:
         path = _checkpoint.resolve_checkpoint(checkpoint, "checkpoint")
         return _models_vit.load_mae(path, model=f"mae_{name}", **kwargs)
 
-    new = "without one, a new model, whose constructor gets the keyword arguments"
-    vit.__doc__ = f"{name}: the encoder of a checkpoint, as `encoder` gives it; {new}."
-    mae_vit.__doc__ = f"mae_{name}: the autoencoder of a checkpoint, as `mae` gives it; {new}."
+    new = "without one, a new model built with the keyword arguments"
+    vit.__doc__ = f"{name}: the encoder of a checkpoint, as from `encoder`; {new}."
+    mae_vit.__doc__ = f"mae_{name}: the autoencoder of a checkpoint, as from `mae`; {new}."
     return vit, mae_vit
 
 

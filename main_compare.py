@@ -33,15 +33,15 @@ def get_args_parser() -> ArgumentParser:
     parser = ArgumentParser("main_compare.py", description=str(__doc__).split("\n")[0])
     parser.add_argument("folders", metavar="DIR", nargs="+", help=f"folder with {RESULTS}; the first is the baseline")
     parser.add_argument(
-        "--names", type=label, nargs="+", default=None, help="names of the runs; default: those of the folders"
+        "--names", type=label, nargs="+", default=None, help="names of the runs; default: their folders' names"
     )
     parser.add_argument("--output_dir", default="./compare", help="tables and curves; '' writes nothing")
     return parser
 
 
 def check_args(args: Namespace) -> None:
-    """Refuse repeated folders and names, and set default names."""
-    # Not resolve(): a link's own name says more than what it points to.
+    """Reject repeated folders and names, and set default names."""
+    # Not resolve(): a link's own name is more telling than its target's.
     paths = [Path(os.path.abspath(folder)) for folder in args.folders]
     places = [path.parent if path.name == RESULTS else path for path in paths]
     for at, place in enumerate(places):
@@ -74,7 +74,7 @@ def write_files(names: list[str], rows: list[Comparison], tables: list[Table], n
 def write_curves(names: list[str], rows: list[Comparison], folder: Path) -> None:
     """fewshot-DATA.png and .pdf for every data set."""
     for data in dict.fromkeys(row.data for row in rows):
-        from util.plots.curves import few_shot_figure  # here, because it imports matplotlib
+        from util.plots.curves import few_shot_figure  # here because it imports matplotlib
 
         curves = {name: [] for name in names}
         for row in rows:

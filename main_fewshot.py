@@ -1,4 +1,4 @@
-"""Evaluate a frozen encoder by a softmax layer trained on few labelled images per class.
+"""Evaluate a frozen encoder with a softmax layer trained on a few labelled images per class.
 
     python main_fewshot.py --finetune runs/clmae/checkpoint-399.pth --data_path data/aid --split 0.5 \
         --shots 1 2 4 8 16 --runs 3 --output_dir eval/clmae
@@ -17,9 +17,9 @@ def get_args_parser() -> ArgumentParser:
     parser = ArgumentParser("main_fewshot.py", description=str(__doc__).split("\n")[0])
     few = parser.add_argument_group("few shots")
     few.add_argument("--shots", default=[1, 2, 4, 8, 16], type=count, nargs="+", help="training images per class")
-    few.add_argument("--runs", default=3, type=count, help="draws, with seeds seed, seed + 1, ...; gives a deviation")
-    few.add_argument("--allow_fewer", action="store_true", help="take all images of a class that has too few")
-    few.add_argument("--l2", default=1.0, type=positive, help="weight of |W|^2 / 2 beside the sum of the losses")
+    few.add_argument("--runs", default=3, type=count, help="random draws, with seeds seed, seed + 1, ...")
+    few.add_argument("--allow_fewer", action="store_true", help="use all images of a class that has too few")
+    few.add_argument("--l2", default=1.0, type=positive, help="weight of |W|^2 / 2, added to the summed losses")
     few.add_argument("--batch_size", default=256, type=count, help="images encoded at once, per process")
     add_evaluation_arguments(parser)
     return parser
@@ -44,7 +44,7 @@ from util.misc import generator
 
 
 def check_enough(labels: torch.Tensor, classes: list[str], args: Namespace) -> None:
-    """Refuse, by name, classes with fewer training images than asked for."""
+    """Reject classes with fewer training images than needed, naming them."""
     counts = torch.bincount(labels, minlength=len(classes)).tolist()
     demand = 1 if args.allow_fewer else max(args.shots)
     few = [f"{name} ({count})" for name, count in zip(classes, counts, strict=True) if count < demand]
@@ -55,10 +55,10 @@ def check_enough(labels: torch.Tensor, classes: list[str], args: Namespace) -> N
 
 
 def draw(labels: torch.Tensor, classes: list[str], most: int, seed: int) -> list[torch.Tensor]:
-    """For each class, the positions of up to `most` of its images, in the order in which they are drawn.
+    """For each class, the positions of up to `most` of its images, in the order drawn.
 
-    The first s of each class are the s-shot set, so that larger sets contain smaller ones. The order is a function of
-    the seed and the class.
+    The first s of each class are the s-shot set, so larger sets contain smaller ones. The order depends only on the
+    seed and the class.
     """
     drawn = []
     for label, name in enumerate(classes):
@@ -77,7 +77,7 @@ def evaluate(
     l2: float = 1.0,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """The five likeliest classes of each test image, int64 [S, R, N, 5], for each number of shots and each draw."""
+    """The five most likely classes of each test image, int64 [S, R, N, 5], for each number of shots and each draw."""
     problems = list(itertools.product(shots, draws))
     top5 = []
     for number, drawn in tracked(problems, "few shots", len(problems), 1, "heads/s"):
@@ -90,7 +90,7 @@ def evaluate(
 def save_draws(
     subject: Subject, train: FeatureSet, draws: list[list[torch.Tensor]], seeds: list[int], path: Path
 ) -> None:
-    """Names of the drawn images, by seed and class, in the order of drawing."""
+    """Names of the drawn images, by seed and class, in the order drawn."""
     names = subject.names["train"]
     lists = {
         str(seed): {
@@ -105,10 +105,10 @@ def save_draws(
 def main(args: Namespace) -> None:
     args.shots = sorted(set(args.shots))
     subject = open_subject(args)
-    check_enough(labels_of(subject.datasets["train"].source), subject.classes, args)  # now, rather than after the work
+    check_enough(labels_of(subject.datasets["train"].source), subject.classes, args)  # fail before any work
     report = Report(subject, FEW_SHOT)
     train, test = subject.features("train"), subject.features("val")
-    check_enough(train.labels, subject.classes, args)  # of the readable images
+    check_enough(train.labels, subject.classes, args)  # among the readable images
     seeds = [args.seed + i for i in range(args.runs)]
     draws = [draw(train.labels, subject.classes, max(args.shots), seed) for seed in seeds]
     top5 = evaluate(train, test, draws, args.shots, l2=args.l2, device=subject.device)

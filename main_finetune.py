@@ -1,11 +1,11 @@
-"""Fine-tune a pretrained encoder, all of it, as a classifier.
+"""Fine-tune a pretrained encoder end to end as a classifier.
 
 With upstream's recipe for ViT-B (docs/finetune.md has those for ViT-L and ViT-H), on eight GPUs:
     torchrun --nproc_per_node=8 main_finetune.py --finetune runs/clmae --data_path /data/imagenet --batch_size 32 \
         --accum_iter 4 --epochs 100 --blr 5e-4 --layer_decay 0.65 --drop_path 0.1 --mixup 0.8 --cutmix 1.0 \
         --output_dir runs/clmae-finetuned
 
-Killed, preempted, out of time? The same command with --resume auto continues. Evaluate the result again with
+Killed, preempted, out of time? Rerun the same command with --resume auto. To evaluate the result again:
     python main_finetune.py --eval --resume runs/clmae-finetuned --data_path /data/imagenet
 
 On a machine with no GPU and no images, from scratch:
@@ -40,7 +40,7 @@ from util.cli import (
 )
 
 PROTOCOL = "finetune"
-SETTINGS = (  # what a result is the result of, beside the encoder and the data
+SETTINGS = (  # what a result depends on, besides the encoder and the data
     *("epochs", "warmup_epochs", "batch_size", "accum_iter", "lr", "min_lr", "layer_decay", "weight_decay"),
     *("drop_path", "clip_grad", "aa", "color_jitter", "smoothing", "reprob", "remode", "recount"),
     *("mixup", "cutmix", "cutmix_minmax", "mixup_prob", "mixup_switch_prob", "mixup_mode"),
@@ -53,7 +53,7 @@ def get_args_parser() -> ArgumentParser:
     parser = ArgumentParser("main_finetune.py", description=str(__doc__).split("\n")[0])
 
     run_ = parser.add_argument_group("run length and batch")
-    run_.add_argument("--batch_size", default=64, type=count, help="images per process and iteration")
+    run_.add_argument("--batch_size", default=64, type=count, help="images per process per iteration")
     run_.add_argument("--epochs", default=50, type=count, help="passes over the data")
     run_.add_argument(
         "--accum_iter", default=1, type=count, help="micro-batches per update: a larger batch in less memory"
@@ -62,57 +62,66 @@ def get_args_parser() -> ArgumentParser:
     add_encoder_arguments(parser)
     parser.set_defaults(global_pool=True)
     model = parser.add_argument_group("classifier")
-    model.add_argument("--nb_classes", type=count, help="outputs of the head; default: the data's classes")
+    model.add_argument("--nb_classes", type=count, help="outputs of the head; default: number of classes")
     model.add_argument(
         "--drop_path",
         default=0.1,
         type=number(at_least=0, below=1),
-        help="rate of branches left out in the last block, rising to it from 0",
+        help="drop rate of the last block's branches, rising linearly from 0 at the first block",
     )
 
     optim = parser.add_argument_group("optimization")
-    optim.add_argument("--clip_grad", type=positive, help="largest gradient norm; default: no")
+    optim.add_argument("--clip_grad", type=positive, help="maximum gradient norm; default: no clipping")
     optim.add_argument(
-        "--weight_decay", default=0.05, type=non_negative, help="for matrices; biases, norms, tokens have none"
+        "--weight_decay", default=0.05, type=non_negative, help="for matrices, not for biases, norms or tokens"
     )
     optim.add_argument("--lr", type=positive, help="absolute learning rate; default: blr * batch / 256")
-    optim.add_argument("--blr", default=1e-3, type=non_negative, help="learning rate per 256 images of a global batch")
-    optim.add_argument("--layer_decay", default=0.75, type=positive, help="each layer's rate, as a share of the next's")
-    optim.add_argument("--min_lr", default=1e-6, type=non_negative, help="lower bound of the cosine")
+    optim.add_argument(
+        "--blr", default=1e-3, type=non_negative, help="base learning rate, per 256 images of the global batch"
+    )
+    optim.add_argument(
+        "--layer_decay", default=0.75, type=positive, help="ratio of a layer's learning rate to the next's"
+    )
+    optim.add_argument("--min_lr", default=1e-6, type=non_negative, help="lower bound of the cosine schedule")
     optim.add_argument("--warmup_epochs", default=5, type=count_or_zero, help="epochs of linear warm-up")
 
     images = parser.add_argument_group("augmentation")
-    images.add_argument("--color_jitter", type=non_negative, help="strength of colour changes; only where --aa is ''")
-    images.add_argument("--aa", default="rand-m9-mstd0.5-inc1", help="timm's policy; '' for none")
+    images.add_argument("--color_jitter", type=non_negative, help="strength of colour jitter; only with --aa ''")
+    images.add_argument("--aa", default="rand-m9-mstd0.5-inc1", help="timm augmentation policy; '' for none")
     images.add_argument(
-        "--smoothing", default=0.1, type=number(at_least=0, below=1), help="share of a label spread over all classes"
+        "--smoothing",
+        default=0.1,
+        type=number(at_least=0, below=1),
+        help="label smoothing: share spread over all classes",
     )
-    images.add_argument("--reprob", default=0.25, type=probability, help="probability of erasing parts of an image")
-    images.add_argument("--remode", default="pixel", choices=ERASING, help="what takes their place")
-    images.add_argument("--recount", default=1, type=number(int, at_least=1, at_most=1000), help="most parts to erase")
-    images.add_argument("--resplit", action="store_true", help="as upstream, without effect: all views are augmented")
+    images.add_argument("--reprob", default=0.25, type=probability, help="probability of random erasing")
+    images.add_argument("--remode", default="pixel", choices=ERASING, help="what fills the erased parts")
+    images.add_argument(
+        "--recount", default=1, type=number(int, at_least=1, at_most=1000), help="maximum number of parts to erase"
+    )
+    images.add_argument("--resplit", action="store_true", help="upstream's; no effect: all views are augmented")
 
     mixes = parser.add_argument_group("mixup and cutmix")
     mixes.add_argument("--mixup", default=0, type=non_negative, help="alpha of mixup, which blends two images; 0: none")
     mixes.add_argument(
-        "--cutmix", default=0, type=non_negative, help="alpha of cutmix: a box of another image; 0: none"
+        "--cutmix", default=0, type=non_negative, help="alpha of cutmix, which pastes a box of another image; 0: none"
     )
-    mixes.add_argument("--cutmix_minmax", type=probability, nargs="+", help="range of the box's side, as two shares")
-    mixes.add_argument("--mixup_prob", default=1.0, type=probability, help="probability that anything is mixed")
+    mixes.add_argument("--cutmix_minmax", type=probability, nargs="+", help="range of the box's side, as two fractions")
+    mixes.add_argument("--mixup_prob", default=1.0, type=probability, help="probability of mixing images at all")
     mixes.add_argument(
-        "--mixup_switch_prob", default=0.5, type=probability, help="probability of cutmix where both are possible"
+        "--mixup_switch_prob", default=0.5, type=probability, help="probability of cutmix when both are enabled"
     )
-    mixes.add_argument("--mixup_mode", default="batch", choices=MIXING, help="what a draw is for")
+    mixes.add_argument("--mixup_mode", default="batch", choices=MIXING, help="what each draw applies to")
 
     add_data_arguments(parser)
 
     out = parser.add_argument_group("output and resuming")
     out.add_argument("--output_dir", default=DEFAULT_OUTPUT_DIR, help="checkpoints and results; '' writes nothing")
     out.add_argument("--log_dir", default=DEFAULT_OUTPUT_DIR, help="TensorBoard; follows --output_dir unless given")
-    out.add_argument("--data_name", type=label, help="the data's name in tables; default: its folder or set")
-    out.add_argument("--resume", default="", help="checkpoint to continue, or auto: the newest in --output_dir")
-    out.add_argument("--eval", action="store_true", help="only test the fine-tuned checkpoint that --resume names")
-    out.add_argument("--dist_eval", action="store_true", help="as upstream; processes always share the evaluation")
+    out.add_argument("--data_name", type=label, help="name of the data in tables; default: its folder or set")
+    out.add_argument("--resume", default="", help="checkpoint to resume from; auto: the newest in --output_dir")
+    out.add_argument("--eval", action="store_true", help="only evaluate the fine-tuned checkpoint given by --resume")
+    out.add_argument("--dist_eval", action="store_true", help="upstream's; no effect: evaluation is always distributed")
     add_saving_arguments(out)
     add_machine_arguments(parser)
     add_distributed_arguments(parser)
@@ -160,7 +169,7 @@ from util.training.saver import Saver, StopRequest
 
 
 def check_args(args: Namespace) -> None:
-    """Refuse what no single flag can tell."""
+    """Reject invalid combinations of flags."""
     box = args.cutmix_minmax
     if box is not None and not (len(box) == 2 and box[0] < box[1]):
         raise UserError(f"--cutmix_minmax takes two shares of the side, the smaller first; not {box}")
@@ -185,7 +194,7 @@ def check_data(subject: Subject, args: Namespace) -> None:
 
 
 def settle(subject: Subject, args: Namespace) -> None:
-    """Fill in what depends on the data, the weights and the number of processes; checkpoints keep it with the flags."""
+    """Fill in what depends on data, weights and the number of processes; checkpoints store it with the flags."""
     args.nb_classes = args.nb_classes or len(subject.classes)
     if args.lr is None:
         args.lr = args.blr * args.batch_size * args.accum_iter * get_world_size() / 256
@@ -197,7 +206,7 @@ def settle(subject: Subject, args: Namespace) -> None:
 
 
 def build_classifier(subject: Subject, args: Namespace) -> TrainingState:
-    """The classifier, with an AdamW whose rates fall from the head to the embeddings."""
+    """The classifier, with an AdamW whose learning rates decay from the head to the embeddings."""
     model = with_head(subject.encoder, args.nb_classes, args.seed).to(subject.device)
     groups = param_groups_lrd(model, args.weight_decay, model.no_weight_decay(), args.layer_decay)
     fp16 = amp_dtype(args.amp, subject.device) == torch.float16
@@ -206,14 +215,14 @@ def build_classifier(subject: Subject, args: Namespace) -> TrainingState:
 
 
 def start_finetuning(state: TrainingState, steps_per_epoch: int, args: Namespace) -> Start:
-    """Load what `--resume` names, if anything."""
+    """Load the checkpoint given by `--resume`, if any."""
     found = resume.checkpoint_to_resume(args)
     if found is None:
         return resume.agreed(Start(args.start_epoch))
     checkpoint, source = found
     if "optimizer" not in checkpoint or "head.weight" not in ckpt.weights_of(checkpoint):
         raise UserError(
-            f"{source} is not of a fine-tuning that could be resumed; to start from its weights, use --finetune"
+            f"{source} is not from a fine-tuning run that could be resumed; to start from its weights, use --finetune"
         )
     return resume.agreed(resume.continue_from(state, checkpoint, source, steps_per_epoch, args))
 
@@ -232,7 +241,7 @@ def main(args: Namespace) -> None:
 
 
 def train(subject: Subject, config: str, log_writer: Board, args: Namespace) -> None:
-    """From the checkpoint to resume from, if any, to the result."""
+    """From the first epoch, or where a checkpoint left off, to the result."""
     device, test_images = subject.device, subject.datasets["val"]
     data_loader = build_finetune_loader(subject.datasets["train"].source, args)
     steps_per_epoch = count_steps(data_loader, args)
@@ -259,7 +268,7 @@ def train(subject: Subject, config: str, log_writer: Board, args: Namespace) -> 
             test = evaluate(test_images, model, device, args)
             metrics = test_metrics(test)
             by_epoch[epoch] = metrics["test/acc1"]
-            # The log comes before the checkpoint: what is logged twice can be dropped on resuming, a gap not filled.
+            # Log before saving: on resuming, a duplicate line can be dropped, but a missing one cannot be recovered.
             write_log(stats, metrics, epoch, log_writer, args, n_parameters=parameters)
             report_epoch(stats, metrics, epoch, (time.monotonic() - start_time) / (epoch + 1 - start.epoch), args)
             saver.after_epoch(epoch, (epoch + 1) * steps_per_epoch)
@@ -282,7 +291,7 @@ def describe_run(parameters: int, data_loader: ImageLoader, start: Start, args: 
 
 
 def accuracy_by_epoch(args: Namespace) -> dict[int, float]:
-    """The test Acc@1 of epochs that were trained before, from the log."""
+    """Test Acc@1 of the epochs already trained, from the log."""
     path = Path(args.output_dir, LOG)
     if not args.output_dir or not path.exists() or not path.stat().st_size:
         return {}
@@ -290,7 +299,7 @@ def accuracy_by_epoch(args: Namespace) -> dict[int, float]:
 
 
 def test_again(args: Namespace) -> None:
-    """Test a fine-tuned checkpoint, whose own settings count."""
+    """Evaluate a fine-tuned checkpoint with its own settings."""
     settle_shared_args(args)
     device = init_distributed_mode(args)
     path = ckpt.resolve_checkpoint(args.resume, "--resume")
@@ -313,7 +322,7 @@ def test_again(args: Namespace) -> None:
 def write_results(report: Report, test: FeatureSet, settings: dict, by_epoch: dict[int, float]) -> None:
     """The last epoch is the result; the best epoch on the test images is for reference only."""
     subject, seed = report.subject, report.subject.args.seed
-    top5 = top_classes(test.features)[None]  # [1, N, 5]: of one run
+    top5 = top_classes(test.features)[None]  # [1, N, 5]: one run
     found = summary(top5, test.labels)
     say_if_few_classes(test.features.shape[1])
     show_accuracies(f"fine-tuning on {subject.data_name}, last epoch, seed {seed}", found)

@@ -2,7 +2,7 @@
 
     python main_knn.py --finetune runs/clmae/checkpoint-399.pth --data_path /data/imagenet --output_dir eval/clmae
 
-Several processes share the work:
+Split over several processes:
     torchrun --nproc_per_node=8 main_knn.py --finetune runs/clmae/checkpoint-399.pth --data_path /data/imagenet
 
 A random-weight baseline, on a machine with no GPU and no images:
@@ -20,9 +20,11 @@ DEFAULT_K = (1, 5, 10, 20)
 def get_args_parser() -> ArgumentParser:
     parser = ArgumentParser("main_knn.py", description=str(__doc__).split("\n")[0])
     knn = parser.add_argument_group("nearest neighbours")
-    knn.add_argument("--distance", default="euclidean", choices=["euclidean", "cosine"], help="between features")
-    knn.add_argument("--k", type=count, nargs="+", help="numbers of voting neighbours; default: 1 5 10 20")
-    knn.add_argument("--block_mb", default=256, type=number(at_least=1), help="megabytes for a block of distances")
+    knn.add_argument(
+        "--distance", default="euclidean", choices=["euclidean", "cosine"], help="distance between features"
+    )
+    knn.add_argument("--k", type=count, nargs="+", help="numbers of neighbours to vote; default: 1 5 10 20")
+    knn.add_argument("--block_mb", default=256, type=number(at_least=1), help="megabytes per block of distances")
     knn.add_argument("--batch_size", default=256, type=count, help="images encoded at once, per process")
     add_evaluation_arguments(parser)
     return parser
@@ -41,7 +43,7 @@ from util.evaluation.tables import show_accuracies, show_table
 
 
 def numbers_of_neighbours(args: Namespace, num_train: int) -> list[int]:
-    """`--k`, which the training set must be able to provide."""
+    """The values of `--k`, none larger than the training set."""
     if args.k is None:
         return [k for k in DEFAULT_K if k <= num_train]
     if max(args.k) > num_train:
@@ -84,10 +86,10 @@ def evaluate(
 
 def main(args: Namespace) -> None:
     subject = open_subject(args)
-    numbers_of_neighbours(args, len(subject.datasets["train"]))  # fails now rather than after the work
+    numbers_of_neighbours(args, len(subject.datasets["train"]))  # fail before any work is done
     report = Report(subject, "knn" if args.distance == "euclidean" else f"knn-{args.distance}")
     train, test = subject.features("train"), subject.features("val")
-    ks = numbers_of_neighbours(args, len(train))  # of the readable images
+    ks = numbers_of_neighbours(args, len(train))  # among the readable images
     top5, votes = evaluate(
         train,
         test,
@@ -101,7 +103,7 @@ def main(args: Namespace) -> None:
     metrics = summary(top5, test.labels)
     show_accuracies(f"nearest neighbour ({args.distance}) on {subject.data_name}", metrics)
     if len(subject.classes) < TOP:
-        logger.info("(Acc@5 looks at the labels of the five nearest images; classes: %d)", len(subject.classes))
+        logger.info("(Acc@5 is over the labels of the five nearest images; classes: %d)", len(subject.classes))
     show_table(
         "votes of the k nearest, Acc@1",
         ["k", "majority", "weighted"],

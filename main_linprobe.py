@@ -1,13 +1,13 @@
-"""Evaluate a frozen encoder by a linear classifier on its features.
+"""Evaluate a frozen encoder with a linear classifier on its features.
 
-Upstream's protocol: augmented images, encoded anew in each of 90 epochs, three seeds:
+Upstream's protocol: augmented images, re-encoded in each of 90 epochs, three seeds:
     torchrun --nproc_per_node=8 main_linprobe.py --finetune runs/clmae/checkpoint-399.pth --runs 3
 
-The same head on features extracted once, three seeds, the learning rate chosen on held-out training images:
+The same head on features extracted once, three seeds, with the learning rate chosen on held-out training images:
     python main_linprobe.py --finetune runs/clmae/checkpoint-399.pth --data_path data/aid --split 0.5 \
         --cache_features --runs 3 --lr_grid 0.03 0.1 0.3 1 3 10
 
-On a machine with no GPU and no images, a random-weight baseline:
+A random-weight baseline, on a machine with no GPU and no images:
     python main_linprobe.py --model vit_micro_patch4 --data_set shapes --cache_features
 """
 
@@ -28,36 +28,40 @@ from util.cli import (
     run,
 )
 
-HELD_OUT = 0.1  # share of the training images on which --lr_grid is chosen
-CACHED_REPORT = 10  # epochs between lines where an epoch takes a moment
+HELD_OUT = 0.1  # fraction of the training images held out to choose from --lr_grid
+CACHED_REPORT = 10  # epochs between log lines with cached features, where epochs are short
 SETTINGS = ("epochs", "warmup_epochs", "batch_size", "accum_iter", "weight_decay", "min_lr", "lr_grid")
 
 
 def get_args_parser() -> ArgumentParser:
     parser = ArgumentParser("main_linprobe.py", description=str(__doc__).split("\n")[0])
     probe = parser.add_argument_group("linear probing")
-    probe.add_argument("--batch_size", default=512, type=count, help="images per process and iteration")
+    probe.add_argument("--batch_size", default=512, type=count, help="images per process per iteration")
     probe.add_argument("--epochs", default=90, type=count, help="passes over the data")
     probe.add_argument("--accum_iter", default=1, type=count, help="micro-batches per update")
-    probe.add_argument("--runs", default=1, type=count, help="repeat with seeds seed, seed + 1, ...; gives a deviation")
+    probe.add_argument("--runs", default=1, type=count, help="repeat with seeds seed, seed + 1, ... for a deviation")
     probe.add_argument(
         "--cache_features", action="store_true", help="train on features extracted once: no augmentation, much cheaper"
     )
-    probe.add_argument("--nb_classes", type=count, help="outputs of the head; default: the data's classes")
+    probe.add_argument("--nb_classes", type=count, help="outputs of the head; default: number of classes")
 
     optim = parser.add_argument_group("optimization")
-    optim.add_argument("--weight_decay", default=0, type=non_negative, help="of the head; upstream has none")
+    optim.add_argument("--weight_decay", default=0, type=non_negative, help="of the head; upstream uses none")
     optim.add_argument("--lr", type=positive, help="absolute learning rate; default: blr * batch / 256")
-    optim.add_argument("--blr", default=0.1, type=non_negative, help="learning rate per 256 images of a global batch")
-    optim.add_argument("--lr_grid", type=positive, nargs="+", help="values of --blr to choose from on held-out images")
-    optim.add_argument("--min_lr", default=0.0, type=non_negative, help="lower bound of the cosine")
+    optim.add_argument(
+        "--blr", default=0.1, type=non_negative, help="base learning rate, per 256 images of the global batch"
+    )
+    optim.add_argument("--lr_grid", type=positive, nargs="+", help="--blr values to choose from on held-out images")
+    optim.add_argument("--min_lr", default=0.0, type=non_negative, help="lower bound of the cosine schedule")
     optim.add_argument("--warmup_epochs", default=10, type=count_or_zero, help="epochs of linear warm-up")
 
     state = parser.add_argument_group("resuming")
-    state.add_argument("--resume", default="", help="auto: continue in --output_dir; a head's file, for --eval")
-    state.add_argument("--start_epoch", default=0, type=count_or_zero, help="number of the first epoch")
-    state.add_argument("--eval", action="store_true", help="only test the head that --resume names")
-    state.add_argument("--dist_eval", action="store_true", help="as upstream; processes always share the evaluation")
+    state.add_argument("--resume", default="", help="auto: resume in --output_dir; or the file of a head, for --eval")
+    state.add_argument("--start_epoch", default=0, type=count_or_zero, help="first epoch, counted from 0")
+    state.add_argument("--eval", action="store_true", help="only evaluate the head given by --resume")
+    state.add_argument(
+        "--dist_eval", action="store_true", help="upstream's; no effect: evaluation is always distributed"
+    )
     add_evaluation_arguments(parser)
     return parser
 
@@ -91,7 +95,7 @@ from util.training.resume import Unfinished
 
 
 def check_args(args: Namespace) -> None:
-    """Refuse what no single flag can tell."""
+    """Reject invalid combinations of flags."""
     if args.start_epoch >= args.epochs:
         raise UserError(f"--start_epoch {args.start_epoch} leaves none of the {args.epochs} --epochs to train")
     if args.eval != (args.resume not in ("", "auto")):
@@ -99,14 +103,14 @@ def check_args(args: Namespace) -> None:
     if args.batch_size * place_in_world()[1] < 2:
         raise UserError("--batch_size 1: batch normalisation needs at least two images")
     if args.lr_grid is not None and args.lr is not None:
-        raise UserError("--lr_grid takes base learning rates to choose from, and no --lr beside it")
+        raise UserError("--lr_grid chooses the learning rate and cannot be combined with --lr")
     if args.warmup_epochs >= args.epochs:
         logger.warning("--warmup_epochs %d fills the whole run of %d epochs", args.warmup_epochs, args.epochs)
 
 
 @dataclass
 class Fit:
-    """Heads of some seeds, and their test Acc@1 after each epoch, [E, R]."""
+    """Heads for several seeds, and their test Acc@1 after each epoch, [E, R]."""
 
     seeds: list[int]
     heads: LinearHeads
@@ -121,7 +125,7 @@ def absolute_rate(blr: float, args: Namespace) -> float:
 def build_batches(
     subject: Subject, seeds: list[int], train: FeatureSet | None, args: Namespace
 ) -> CachedBatches | EncodedBatches:
-    """Batches of the images of `train`; of all training images where features are not extracted beforehand."""
+    """Batches of the images in `train`; of all training images if it is None."""
     device, global_batch = subject.device, args.batch_size * get_world_size()
     if args.cache_features and train is not None:
         batches = CachedBatches(train, seeds, global_batch, device)
@@ -147,7 +151,7 @@ def fit(
     args: Namespace,
     test: FeatureSet | None = None,
 ) -> Fit:
-    """Train a head for each seed and absolute learning rate; with `test`, watch the test accuracy."""
+    """Train a head for each seed and absolute learning rate; with `test`, track the test accuracy."""
     num_classes = args.nb_classes or len(subject.classes)
     heads = LinearHeads(seeds, len(rates), subject.encoder.embed_dim, num_classes).to(subject.device)
     optimizer = build_optimizer(heads, args)
@@ -157,7 +161,7 @@ def fit(
         start, curve = begun[0] + 1, begun[1]
     for epoch in range(start, args.epochs):
         losses = train_one_epoch(heads, batches.epoch(epoch), len(batches), optimizer, peaks, epoch, args)
-        if not losses.isfinite().any(dim=1).all():  # of a grid, some rate of each run must be left
+        if not losses.isfinite().any(dim=1).all():  # in a grid, at least one rate per run must survive
             raise TrainingDiverged(f"the loss of the head is not finite in epoch {epoch + 1}; try a lower --blr")
         if test is not None:
             acc1, _ = accuracies(predict(heads, test.features), test.labels)  # [R, G]
@@ -173,9 +177,9 @@ def fit(
 def choose_rate(
     subject: Subject, train: FeatureSet, groups: list[list[int]], files: dict[str, Unfinished], args: Namespace
 ) -> float:
-    """The value of `--lr_grid` whose heads are best, after the last epoch, on training images held out of training.
+    """The value of `--lr_grid` whose heads are best, after the last epoch, on held-out training images.
 
-    All runs get the same. The test images play no part.
+    All runs share it. Test images are not used.
     """
     order = torch.randperm(len(train), generator=generator("held out", args.seed))
     held_out = order[: max(round(HELD_OUT * len(train)), 1)]
@@ -195,7 +199,7 @@ def choose_rate(
 
 
 def unfinished_files(subject: Subject, groups: list[list[int]], args: Namespace) -> dict[str, Unfinished]:
-    """Where each training keeps its state. With cached features nowhere: starting over is quicker than looking."""
+    """Where each training run keeps its state: nowhere with cached features, where starting over is quick."""
     identity = {name: getattr(args, name) for name in (*SETTINGS, "blr", "lr", "nb_classes", "seed", "exact_decode")}
     identity |= subject.settings() | {"processes": get_world_size(), "checkpoint": subject.checkpoint_sha256}
     kept = args.output_dir and not args.cache_features and not args.eval
@@ -212,7 +216,7 @@ def unfinished_files(subject: Subject, groups: list[list[int]], args: Namespace)
 def train_probe(
     subject: Subject, test: FeatureSet, groups: list[list[int]], files: dict[str, Unfinished], args: Namespace
 ) -> list[Fit]:
-    """Heads for every group of seeds; sets `args.lr` to the learning rate that they were trained with."""
+    """Heads for every group of seeds; sets `args.lr` to the learning rate they were trained with."""
     if args.lr_grid:
         args.blr = choose_rate(subject, subject.features("train"), groups, files, args)
         logger.info("--blr %g is best on held-out training images; now training on all of them", args.blr)
@@ -226,7 +230,7 @@ def train_probe(
 
 
 def check_probe(state: dict, path: str) -> None:
-    """Refuse a file that `main` did not write at the end of a probe."""
+    """Reject a file that is not what `main` writes at the end of a probe."""
     kinds = {"probe": list, "protocol": str, "settings": dict, "train_images": int, "classes": list}
     whole = all(isinstance(state.get(name), kind) for name, kind in kinds.items()) and state["protocol"] in PROTOCOLS
     if not whole or not state["probe"] or not all(map(is_head, state["probe"])):
@@ -263,14 +267,14 @@ def main(args: Namespace) -> None:
     subject.check_outputs(args.nb_classes)
     report = Report(subject, finished.get("protocol", "linprobe-cached" if args.cache_features else "linprobe"))
     seeds = [args.seed + i for i in range(args.runs)]
-    # Cached features train all runs together; otherwise each augments and encodes its own images.
+    # With cached features, all runs train together; otherwise each augments and encodes its own images.
     groups = [seeds] if args.cache_features else [[seed] for seed in seeds]
     files = unfinished_files(subject, groups, args)
     test = subject.features("val")
     if finished:
         fits, settings = restore_probe(finished, subject, args.resume), finished["settings"]
     else:
-        # Its state is in files of its own: other evaluations may write to the same folder meanwhile.
+        # The probe has its own state files, and so its own lock: other evaluations may write to the same folder.
         with (
             no_denormals(),
             sole_run("" if args.cache_features else args.output_dir, f".linprobe-{subject.file_name}.lock"),
@@ -281,7 +285,7 @@ def main(args: Namespace) -> None:
 
     details = show_results(subject, test, top5, fits, report, args)
     if not finished:
-        (details if args.lr_grid else settings)["lr"] = args.lr  # found, or asked for
+        (details if args.lr_grid else settings)["lr"] = args.lr  # chosen from the grid, or given
     seeds = [seed for fit in fits for seed in fit.seeds]
     path = report.write(Outcome(test, top5, seeds, settings, fits[0].train_images, details))
     if path and not finished:

@@ -1,13 +1,13 @@
-"""Measure what masks are like: those of finished runs over their checkpoints, or anyone's.
+"""Measure masks: those of finished runs over their checkpoints, or any from elsewhere.
 
-A run at five checkpoints, with an autoencoder that never saw the masks as the judge of their difficulty:
+Runs at five checkpoints each, with an autoencoder that never saw the masks as the judge of their difficulty:
     python main_masks.py runs/clmae runs/predictive --judge runs/mae
 
 Masks from elsewhere, as an .npz with `images` (file names) and `mask` [N, L] or [N, h, w] (0 is keep, 1 is remove):
     python main_masks.py masks.npz --judge runs/mae
 
-Writes a table, masks.json and masks.png (how often each position is visible, and curves over training). The columns are
-explained in util/evaluation/forensics.py; lines below the table say what to look into.
+Prints a table, and writes masks.json and masks.png (how often each position is visible, and curves over training).
+util/evaluation/forensics.py explains the columns; lines below the table say what to look into.
 """
 
 from argparse import Namespace
@@ -18,14 +18,14 @@ from util.cli import ArgumentParser, UserError, answer_early, count, label, logg
 
 def get_args_parser() -> ArgumentParser:
     parser = ArgumentParser("main_masks.py", description=str(__doc__).split("\n")[0])
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="runs' folders, checkpoints, or .npz files of masks")
-    parser.add_argument("--names", type=label, nargs="+", help="names of the runs; default: those of their folders")
-    parser.add_argument("--judge", help="run or checkpoint of a vanilla MAE on the same data; measures difficulty")
-    parser.add_argument("--moments", default=5, type=count, help="checkpoints of each run, evenly spread; 1: the last")
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="run folders, checkpoints, or .npz files of masks")
+    parser.add_argument("--names", type=label, nargs="+", help="names of the runs; default: their folders' names")
+    parser.add_argument("--judge", help="run or checkpoint of a vanilla MAE on the same data, to measure difficulty")
+    parser.add_argument("--moments", default=5, type=count, help="checkpoints per run, evenly spaced; 1: the last")
     add_image_arguments(parser, number="1000")
     parser.add_argument("--output_dir", default="./masks", help="masks.json and masks.png; '' writes nothing")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--seed", default=0, type=seed_number, help="of the choice of images, and of random masks")
+    parser.add_argument("--seed", default=0, type=seed_number, help="seed for choosing images and for random masks")
     return parser
 
 
@@ -68,12 +68,12 @@ COLUMNS = ("target", "visible", "distinct", "hamming", "place", "unseen", "mirro
 
 @dataclass
 class Measured:
-    """The masks of one moment of a run: metrics by name, and how often each position [h, w] is visible."""
+    """The masks of a run at one checkpoint: metrics by name, and how often each position [h, w] is visible."""
 
     run: str
     file: str  # checkpoint or .npz
     sha256: str  # of that file
-    epoch: int | None  # complete epochs; None where there is no run
+    epoch: int | None  # complete epochs; None without a run
     lambda_cl: float | None
     metrics: dict[str, float]
     look: list[str]  # what to look into
@@ -89,7 +89,7 @@ def measure(
     args: Namespace,
     snapshot: Snapshot | None = None,
 ) -> Measured:
-    """Masks [N, L] of normalised images [N, C, H, W]; of a run's `snapshot`, or of unknown origin."""
+    """Measure masks [N, L] of normalised images [N, C, H, W], from a run's `snapshot` or of unknown origin."""
     values, grid = None, grid_of(mask, imgs)
     noise = hashed_uniform(torch.arange(len(imgs), device=imgs.device), args.seed, mask.shape[1])
     if snapshot is not None:
@@ -156,7 +156,7 @@ def measure_file(name: str, path: Path, judge: Snapshot | None, args: Namespace)
     if len(names) != len(mask) or not bool(((mask == 0) | (mask == 1)).all()):
         raise UserError(f"{path}: `mask` needs a row of zeros (keep) and ones (remove) for each of {len(names)} images")
     if judge is None:
-        raise UserError(f"{path}: masks without a run need --judge RUN, which also tells the size of the images")
+        raise UserError(f"{path}: masks without a run need --judge RUN, which also sets the image size")
     roots = [Path(), path.parent, Path(args.data_path)]
     files = [next((root / each for root in roots if os.path.isfile(root / each)), None) for each in names]
     if None in files:

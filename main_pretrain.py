@@ -1,12 +1,12 @@
-"""Pretrain CL-MAE, vanilla MAE, or an MAE with any other masks, on a folder of images.
+"""Pretrain CL-MAE, vanilla MAE, or MAE with any other masking strategy on a folder of images.
 
-On ImageNet, with the eight GPUs of a machine (python instead of torchrun uses one of them):
+On ImageNet, on a machine with eight GPUs (plain python instead of torchrun uses one):
     torchrun --nproc_per_node=8 main_pretrain.py --config configs/clmae_vit_base.yaml --data_path /data/imagenet
 
 The vanilla MAE baseline differs in one flag:
     torchrun --nproc_per_node=8 main_pretrain.py --config configs/clmae_vit_base.yaml --masking random ...
 
-Killed, preempted, out of time? The same command with --resume auto continues, and ends with the same weights.
+Killed, preempted, out of time? Rerun the same command with --resume auto; the final weights are the same.
 
 On a machine with no GPU and no images:
     python main_pretrain.py --model mae_vit_micro_patch4 --input_size 32 --data_set shapes --blr 4e-3 \
@@ -39,8 +39,8 @@ from util.cli import (
     run,
 )
 
-# What the paper trained, as far as it says so: He et al.'s recipe on 200 classes of ImageNet. Its number of epochs is
-# not printed; 400 is upstream's default.
+# The paper's setup, as far as it is stated: He et al.'s recipe on 200 classes of ImageNet. The number of epochs is not
+# given; 400 is upstream's default.
 PAPER = {"norm_pix_loss": True, "num_classes": 200, "lr": 0.0024, "epochs": 400, "input_size": [224, 224]}
 PAPER_MASKS = {
     "masking": "curriculum",
@@ -69,8 +69,10 @@ def get_args_parser() -> ArgumentParser:
     parser = ArgumentParser("main_pretrain.py", description=str(__doc__).split("\n")[0])
 
     length = parser.add_argument_group("run length and batch")
-    length.add_argument("--batch_size", default=64, type=count, help="images per process and iteration")
-    length.add_argument("--global_batch_size", type=count, help="images per update of all processes; sets --batch_size")
+    length.add_argument("--batch_size", default=64, type=count, help="images per process per iteration")
+    length.add_argument(
+        "--global_batch_size", type=count, help="images per update over all processes; sets --batch_size"
+    )
     length.add_argument("--epochs", default=400, type=count, help="passes over the data")
     length.add_argument(
         "--accum_iter", default=1, type=count, help="micro-batches per update: a larger batch in less memory"
@@ -86,9 +88,9 @@ def get_args_parser() -> ArgumentParser:
     model.add_argument("--in_chans", default=3, type=count, choices=CHANNELS, help="channels: grey, RGB or RGBA")
     add_statistics_arguments(model, "ImageNet's")
     model.add_argument(
-        "--norm_pix_loss", action="store_true", help="reconstruct patches normalised by their mean and deviation; on"
+        "--norm_pix_loss", action="store_true", help="reconstruct patches normalised by mean and deviation (default)"
     )
-    model.add_argument("--no_norm_pix_loss", action="store_false", dest="norm_pix_loss", help="reconstruct pixels")
+    model.add_argument("--no_norm_pix_loss", action="store_false", dest="norm_pix_loss", help="reconstruct raw pixels")
     model.set_defaults(norm_pix_loss=True)
 
     masks = parser.add_argument_group("masks (docs/masking.md)")
@@ -97,71 +99,77 @@ def get_args_parser() -> ArgumentParser:
         default="curriculum",
         help="curriculum (CL-MAE), predictive, random (vanilla MAE), block, grid, noise, or your own: file.py:name",
     )
-    masks.add_argument("--mask_ratio", default=0.75, type=ratio, help="share of removed patches, targeted or exact")
+    masks.add_argument("--mask_ratio", default=0.75, type=ratio, help="fraction of patches to remove (target or exact)")
     masks.add_argument(
-        "--mask_ratio_start", type=ratio, help="begin with this ratio and reach --mask_ratio linearly over the epochs"
+        "--mask_ratio_start", type=ratio, help="start at this ratio and move linearly to --mask_ratio over the epochs"
     )
     masks.add_argument(
         "--mask_noise",
         choices=["white", "red", "green", "blue", "curriculum"],
-        help="colour of the noise in --masking noise (default: curriculum) and predictive (default: white)",
+        help="noise colour of --masking noise (default: curriculum) and predictive (default: white)",
     )
     masks.add_argument("--lambda_cl_start", default=1.0, type=weight, help="curriculum weight at the start, in [-1, 1]")
-    masks.add_argument("--lambda_cl_end", type=weight, help="and at the end; default: docs/masking.md has a table")
+    masks.add_argument("--lambda_cl_end", type=weight, help="curriculum weight at the end; defaults: docs/masking.md")
     masks.add_argument("--no_curriculum", action="store_true", help="hold the curriculum weight at 0 (ablation)")
 
     learned = parser.add_argument_group("learned masks (--masking curriculum or predictive)")
     learned.add_argument(
         "--soft",
         choices=["attention", "tokens"],
-        help="what Z multiplies when the module learns: the input tokens, as the paper, or the attention to them",
+        help="what Z multiplies when the module learns: the input tokens (the paper) or the attention to them",
     )
     learned.add_argument(
         "--select",
         choices=["threshold", "topk"],
-        help="what stays visible: Z >= 0.5, as the paper, or the (1 - mask_ratio) largest, as its authors' code",
-    )
-    learned.add_argument("--lambda_gauss", type=non_negative, help="weight: Z decisive; default: 10, attention: 20")
-    learned.add_argument("--lambda_kl", default=1.0, type=non_negative, help="weight: masks hit the target ratio")
-    learned.add_argument("--lambda_div", default=2.0, type=non_negative, help="weight: masks of images differ")
-    learned.add_argument(
-        "--lambda_pos", type=non_negative, help="weight: every position seen; default: 1 with --soft attention, else 0"
-    )
-    learned.add_argument("--kl", default="tallied", choices=["tallied", "soft"], help="soft: the authors' code")
-    learned.add_argument(
-        "--diversity", default="squared", choices=["squared", "distance"], help="distance: the authors' code"
+        help="what stays visible: Z >= 0.5 (the paper) or the (1 - mask_ratio) largest (the authors' code)",
     )
     learned.add_argument(
-        "--cmm_strength", default=1.0, type=non_negative, help="how far predictive masks follow errors"
+        "--lambda_gauss", type=non_negative, help="weight for decisive Z; default: 10, or 20 with --soft attention"
     )
-    learned.add_argument("--cmm_depth", type=count, help="blocks of the module; default: 5, predictive: 2")
+    learned.add_argument("--lambda_kl", default=1.0, type=non_negative, help="weight for hitting the target ratio")
     learned.add_argument(
-        "--cmm_dim", type=count, help="width of the module; default: the encoder's, predictive: a quarter of it"
+        "--lambda_div", default=2.0, type=non_negative, help="weight for masks that differ between images"
     )
-    learned.add_argument("--cmm_every", default=1, type=count, help="updates of the MAE per update of the module")
+    learned.add_argument(
+        "--lambda_pos",
+        type=non_negative,
+        help="weight for showing every position; default: 1 with --soft attention, else 0",
+    )
+    learned.add_argument("--kl", default="tallied", choices=["tallied", "soft"], help="soft: as in the authors' code")
+    learned.add_argument(
+        "--diversity", default="squared", choices=["squared", "distance"], help="distance: as in the authors' code"
+    )
+    learned.add_argument(
+        "--cmm_strength", default=1.0, type=non_negative, help="how strongly predictive masks follow predicted errors"
+    )
+    learned.add_argument("--cmm_depth", type=count, help="blocks of the module; default: 5, or 2 for predictive")
+    learned.add_argument(
+        "--cmm_dim", type=count, help="width of the module; default: the encoder's, or a quarter of it for predictive"
+    )
+    learned.add_argument("--cmm_every", default=1, type=count, help="MAE updates per module update")
     learned.add_argument(
         "--cmm_fraction",
         default=1.0,
         type=fraction,
-        help="share of the images whose reconstruction the CMM learns from",
+        help="fraction of the images whose reconstruction the CMM learns from",
     )
 
     optim = parser.add_argument_group("optimization")
-    optim.add_argument("--weight_decay", default=0.05, type=non_negative, help="for matrices and tokens")
+    optim.add_argument("--weight_decay", default=0.05, type=non_negative, help="applied to matrices and tokens")
     optim.add_argument("--lr", type=non_negative, help="absolute learning rate; default: blr * batch / 256")
     optim.add_argument(
-        "--blr", default=1.5e-4, type=non_negative, help="learning rate per 256 images of a global batch"
+        "--blr", default=1.5e-4, type=non_negative, help="base learning rate, per 256 images of the global batch"
     )
-    optim.add_argument("--min_lr", default=0.0, type=non_negative, help="lower bound of the cosine")
+    optim.add_argument("--min_lr", default=0.0, type=non_negative, help="lower bound of the cosine schedule")
     optim.add_argument("--warmup_epochs", default=40, type=count_or_zero, help="epochs of linear warm-up")
     optim.add_argument("--cmm_blr", type=non_negative, help="base learning rate of the masking module; default: blr")
     optim.add_argument(
         "--cmm_schedule",
         default="constant",
         choices=["constant", "cosine"],
-        help="the module's rate after warm-up; a decayed one cannot move it when the curriculum's sign flips",
+        help="the module's learning rate after warm-up; a decayed one is too low once the curriculum changes sign",
     )
-    optim.add_argument("--clip_grad", type=positive, help="largest gradient norm of each network; default: no clipping")
+    optim.add_argument("--clip_grad", type=positive, help="maximum gradient norm of each network; default: no clipping")
 
     add_data_arguments(parser)
 
@@ -173,15 +181,15 @@ def get_args_parser() -> ArgumentParser:
     out.add_argument(
         "--knn_every",
         type=count_or_zero,
-        help="epochs between quick kNN checks; 0: none; default, with labels: ten in a run, or what 2%% of it allow",
+        help="epochs between quick kNN checks; 0: none; default with labels: ten per run, or fewer to cost at most 2%%",
     )
-    out.add_argument("--resume", default="", help="checkpoint to continue, or auto: the newest in --output_dir")
-    out.add_argument("--init", default="", help="what --finetune of evaluations takes: its weights start a new run")
+    out.add_argument("--resume", default="", help="checkpoint to resume from; auto: the newest in --output_dir")
+    out.add_argument("--init", default="", help="start a new run from these weights; takes what --finetune takes")
 
     machine = add_machine_arguments(parser)
     machine.add_argument("--compile", action="store_true", help="compile the transformer blocks with torch.compile")
     machine.add_argument(
-        "--grad_checkpointing", action="store_true", help="less memory: recompute activations in the backward pass"
+        "--grad_checkpointing", action="store_true", help="save memory by recomputing activations in the backward pass"
     )
     add_distributed_arguments(parser)
     return parser
@@ -226,7 +234,7 @@ from util.training.saver import Saver, StopRequest
 
 
 def check_args(args: Namespace) -> None:
-    """Refuse what no single flag can tell, and fill in defaults that depend on other flags."""
+    """Reject invalid combinations of flags, and fill in defaults that depend on other flags."""
     if args.model not in MODELS:
         raise UserError(f"--model {args.model} is unknown; known are {', '.join(sorted(MODELS))}")
     settle_shared_args(args)
@@ -239,7 +247,7 @@ def check_args(args: Namespace) -> None:
 
 
 def settle_mask_args(args: Namespace) -> None:
-    """The defaults of one masking strategy are not those of another."""
+    """Fill in defaults that depend on the masking strategy."""
     strategy = find_strategy(args.masking)
     if args.cmm_depth is None:
         args.cmm_depth = getattr(strategy, "depth", None)
@@ -258,7 +266,7 @@ def settle_mask_args(args: Namespace) -> None:
 
 
 def settle(data_loader: ImageLoader, device: torch.device, args: Namespace) -> None:
-    """Fill in what depends on the data and the machine; checkpoints keep it with the flags."""
+    """Fill in what depends on the data and the machine; checkpoints store it with the flags."""
     args.classes = data_loader.dataset.source.classes
     args.data_identity = data_identity(data_loader.dataset.source)
     args.precision = precision(args.amp, device)
@@ -266,7 +274,7 @@ def settle(data_loader: ImageLoader, device: torch.device, args: Namespace) -> N
 
 
 def settle_batch_and_rates(args: Namespace) -> None:
-    """Fill in what depends on the number of processes: the batch of each, and the absolute learning rates."""
+    """Fill in what depends on the number of processes: the batch size of each, and the absolute learning rates."""
     parts = get_world_size() * args.accum_iter
     if args.global_batch_size is not None:
         if args.global_batch_size % parts:
@@ -282,7 +290,7 @@ def settle_batch_and_rates(args: Namespace) -> None:
 
 
 def build_networks(args: Namespace, device: torch.device) -> TrainingState:
-    """The MAE is drawn first, so that a seed gives it the same initial weights whatever masks it will see."""
+    """The MAE is initialised first, so a seed gives it the same weights whatever the masking strategy."""
     torch.manual_seed(derive_seed("weights", args.seed))
     try:
         model = build_mae(
@@ -295,7 +303,7 @@ def build_networks(args: Namespace, device: torch.device) -> TrainingState:
         if share is not None and not 0 < int(patches * (1 - share)) < patches:
             raise UserError(f"--{name} {share} keeps {int(patches * (1 - share))} of {patches} patches")
     if args.compile or device.type == "cuda":
-        model.pad_to = 8  # few shapes to compile and to allocate, and ones that tensor cores like
+        model.pad_to = 8  # fewer shapes to compile and allocate, and a good fit for tensor cores
     state = TrainingState(*with_optimizer(model, args.lr, args, device))
     strategy = find_strategy(args.masking)
     if isinstance(strategy, type):
@@ -312,17 +320,17 @@ def build_module(strategy: LearnedMasking, model: Autoencoder, args: Namespace) 
 
 
 def with_optimizer(network: Any, lr: float, args: Namespace, device: torch.device) -> tuple:
-    """The network on its device, with an AdamW and a gradient scaler of its own."""
+    """The network on its device, with its own AdamW and gradient scaler."""
     network.to(device)
     network.set_grad_checkpointing(args.grad_checkpointing)
     if args.compile:
-        # Block by block: the first compiles in seconds and all others of its shape reuse it. All share the code, and
-        # torch would compile it for no more than 8 of: three widths, with a mask or a bias, frozen, without gradients.
+        # Block by block: the first compiles in seconds, and others of the same shape reuse it. All share one function,
+        # and torch's limit of 8 variants is too low for three widths, each with a mask or bias, frozen, or in no_grad.
         torch._dynamo.config.cache_size_limit = 64
         for module in network.modules():
             if isinstance(module, Block):
                 module.compile(dynamic=True)
-    groups = param_groups_weight_decay(network, args.weight_decay)  # biases and norms do not decay, as upstream
+    groups = param_groups_weight_decay(network, args.weight_decay)  # no decay of biases and norms, as upstream
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
     fp16 = amp_dtype(args.amp, device) == torch.float16
     return network, optimizer, NativeScalerWithGradNormCount(device.type, enabled=fp16)
@@ -341,7 +349,7 @@ def main(args: Namespace) -> None:
     listing = list_images(args)
     data_loader = build_pretrain_loader(args, listing)
     settle(data_loader, device, args)
-    steps_per_epoch = count_steps(data_loader, args)  # refuses a batch that is too large
+    steps_per_epoch = count_steps(data_loader, args)  # raises if the batch is too large
     monitor = Monitor(args, device, listing)
     state = build_networks(args, device)
     with sole_run(args.output_dir), Board() as log_writer:
@@ -377,7 +385,7 @@ def train(
             stats = train_one_epoch(model, data_loader, masking, state, epoch, log, args, saver.after_update)
             data_loader.share_bad_images()
             metrics = monitor.after_epoch(epoch, without_ddp(model), masking, log_writer)
-            # The log comes before the checkpoint: what is logged twice can be dropped on resuming, a gap not filled.
+            # Log before saving: on resuming, a duplicate line can be dropped, but a missing one cannot be recovered.
             write_log(stats, metrics, epoch, log_writer, args)
             report_epoch(stats, metrics, epoch, (time.monotonic() - start_time) / (epoch + 1 - start.epoch), args)
             saver.after_epoch(epoch, (epoch + 1) * steps_per_epoch)
@@ -408,7 +416,7 @@ def describe_run(
 
 
 def departures_from_paper(args: Namespace) -> list[str]:
-    """As "--flag value (the paper's)". The learning rate stands for batch and base rate; classes are counted."""
+    """As "flag value (the paper's)". The learning rate stands for batch size and base rate; classes are counted."""
     settings = vars(args) | {"num_classes": len(args.classes), "lr": round(args.lr, 6)}
     reference = PAPER | (PAPER_MASKS if args.masking == "curriculum" else {"masking": "curriculum"})
     return [f"{name} {settings[name]} ({value})" for name, value in reference.items() if settings[name] != value]

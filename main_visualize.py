@@ -1,15 +1,15 @@
-"""Draw what a run masks and reconstructs: the curriculum on a picture.
+"""Visualise what a run masks and reconstructs as its curriculum progresses.
 
 Masks and reconstructions from a run's first checkpoint to its last, on a few validation images:
     python main_visualize.py runs/clmae
 
-The same for one checkpoint and files of your own, as PDF for a paper:
+The same for one checkpoint and your own images, as PDF for a paper:
     python main_visualize.py runs/clmae/checkpoint-399.pth --images cat.jpg dog.jpg --format pdf
 
 Many masks at once, how often each position is visible, curves over training from log.txt, and a GIF of one mask:
     python main_visualize.py runs/clmae --grid diversity positions --curve --animate
 
-All of it for several runs, with a slider over training, as one file for a browser:
+All of this for several runs as one HTML file, with a slider over training:
     python main_visualize.py runs/mae runs/clmae --html report.html
 """
 
@@ -21,8 +21,8 @@ from util.cli import ArgumentParser, UserError, answer_early, count, file_name, 
 
 def get_args_parser() -> ArgumentParser:
     parser = ArgumentParser("main_visualize.py", description=str(__doc__).split("\n")[0])
-    parser.add_argument("runs", metavar="CHECKPOINT", nargs="+", help="checkpoints, or runs' folders with some")
-    parser.add_argument("--names", type=label, nargs="+", help="titles of the runs; default: those of their folders")
+    parser.add_argument("runs", metavar="CHECKPOINT", nargs="+", help="checkpoints, or run folders")
+    parser.add_argument("--names", type=label, nargs="+", help="names of the runs; default: their folders' names")
 
     what = parser.add_argument_group("what to draw (default: --grid masks)")
     what.add_argument(
@@ -32,34 +32,36 @@ def get_args_parser() -> ArgumentParser:
         choices=["masks", "diversity", "positions"],
         help="masks: with images and reconstructions; diversity: many at once; positions: how often each is visible",
     )
-    what.add_argument("--curve", action="store_true", help="losses and health of the masks over training, from log.txt")
+    what.add_argument("--curve", action="store_true", help="losses and mask metrics over training, from log.txt")
     what.add_argument("--animate", action="store_true", help="a GIF of the first image's mask over training")
     what.add_argument(
-        "--blocks", type=count, help="checkpoints shown of a run's folder, evenly spread; default: 4; --html 24"
+        "--blocks", type=count, help="checkpoints shown per run folder, evenly spaced; default: 4, or 24 with --html"
     )
     what.add_argument(
         "--true_stats",
         action="store_true",
-        help="show predictions of normalised patches with the hidden patches' true mean and spread, which leaks them",
+        help="show predicted patches with the true mean and deviation of the hidden ones, which leaks ground truth",
     )
     what.add_argument(
-        "--norm_pix_loss", action="store_true", help="for checkpoints that do not tell: patches are normalised"
+        "--norm_pix_loss", action="store_true", help="for checkpoints without flags: patches are normalised"
     )
 
-    add_image_arguments(parser, number="8; diversity 64, positions 512; --html 6")
+    add_image_arguments(parser, number="8, 64 for diversity, 512 for positions, 6 for --html")
 
     out = parser.add_argument_group("output")
-    out.add_argument("--output_dir", default="./pictures", help="folder of the pictures")
-    out.add_argument("--html", metavar="FILE", help="write an interactive report of the runs, below 5 MB, offline")
+    out.add_argument("--output_dir", default="./pictures", help="folder for the pictures")
+    out.add_argument(
+        "--html", metavar="FILE", help="write an interactive, self-contained report of the runs, below 5 MB"
+    )
     out.add_argument(
         "--results",
         metavar="DIR",
         nargs="+",
-        help="--html: folders of the runs' evaluations, in their order; default: eval/RUN beside the runs, or above",
+        help="for --html: the runs' evaluation folders, in the same order; default: eval/RUN beside the runs, or above",
     )
     out.add_argument("--format", nargs="+", default=["png"], choices=["png", "pdf"], help="pdf is for papers")
     out.add_argument("--device", default="cpu", help="cpu is fast enough for a few images")
-    out.add_argument("--seed", default=0, type=seed_number, help="of the choice of images and of random masks")
+    out.add_argument("--seed", default=0, type=seed_number, help="seed for choosing images and for random masks")
     return parser
 
 
@@ -98,7 +100,7 @@ PLACES = ("output_dir", "log_dir")  # flags that differ between any two runs
 
 
 def draw_blocks(checkpoints: list[tuple[str, Path]], images: list[Image.Image], args: Namespace) -> list[Block]:
-    """What each checkpoint, given with its run's name, does to the images. One checkpoint is in memory at a time."""
+    """What each checkpoint, given with its run's name, does to the images. Only one is in memory at a time."""
     device, blocks = set_up_device(args.device), []
     for name, path in checkpoints:
         snapshot = load_snapshot(path, name, args.norm_pix_loss, device)
@@ -129,13 +131,13 @@ def draw_animations(runs: dict[str, list[Path]], source: Source, args: Namespace
 
 
 def write_report(runs: dict[str, list[Path]], args: Namespace, results: str | None = None) -> Path:
-    """All runs in one HTML file; `results` (HTML) take the place of the tables of their evaluations."""
+    """All runs in one HTML file; `results` (HTML) replaces the tables of their evaluations."""
     device, path = set_up_device(args.device), Path(args.html)
     folders = {
         name: Path(given) if Path(given).is_dir() else Path(given).parent
         for name, given in zip(args.names, args.runs, strict=True)
     }
-    # First, because it may refuse, and the rest takes longer.
+    # First, because it may fail, and the rest takes longer.
     sections = {"RESULTS": results_section(folders, args.results) if results is None else results}
     source = open_source(args, load_snapshot(next(iter(runs.values()))[0], "", args.norm_pix_loss))
     images = read_images(source, args.num_images or SHOWN_IMAGES, args.seed)
@@ -156,7 +158,7 @@ def write_report(runs: dict[str, list[Path]], args: Namespace, results: str | No
 
 
 def results_section(runs: dict[str, Path], given: list[str] | None) -> str:
-    """Tables of the runs' evaluations as HTML, the first run being the baseline; '' where there are none."""
+    """Tables of the runs' evaluations as HTML, with the first run as the baseline; '' if there are none."""
     if given is not None and len(given) != len(runs):
         raise UserError(f"--results has {len(given)} folders for {len(runs)} runs; give one for each")
     places = map(Path, given) if given else map(evaluation_beside, runs.values())
@@ -180,7 +182,7 @@ def evaluation_beside(run: Path) -> Path | None:
 
 
 def settings_section(runs: dict[str, dict]) -> str:
-    """The flags in which runs differ, then all of them, as HTML."""
+    """The flags in which the runs differ, then all flags, as HTML."""
     flags = dict.fromkeys(name for settings in runs.values() for name in settings)
     rows = [(name, [str(settings.get(name, "-")) for settings in runs.values()]) for name in flags]
     differing = [row for row in rows if len(set(row[1])) > 1 and row[0] not in PLACES]

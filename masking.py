@@ -1,16 +1,16 @@
-"""Every way to choose what the autoencoder sees: one registry, and the room for new ideas.
+"""Masking strategies: how to choose what the autoencoder sees, in one registry that is easy to extend.
 
-A strategy is a function of an `Ask` (images, patch grid, ratio, progress of the run, seeded randomness). It returns
+A strategy is a function of an `Ask` (images, patch grid, ratio, curriculum weight, seeded randomness). It returns
     float [N, L]    noise: the int(L * (1 - ratio)) smallest values of each image stay visible, an exact ratio
     bool [N, L]     True stays visible: any number of patches per image
-and joins the registry by a decorator. Ten lines of your own work without touching any file here:
+and is registered with a decorator. Your own needs no changes to this repository:
 
     # mine.py, for main_pretrain.py --masking mine.py:stripes
     def stripes(ask):
         columns = torch.arange(ask.num_patches, device=ask.imgs.device) % ask.grid[1]
         return (columns % 4 != 0) + ask.uniform()
 
-A learned strategy is a class with a module of its own, which engine_pretrain.py trains after the MAE's step.
+A learned strategy is a class with its own module, which engine_pretrain.py trains after the MAE's step.
 Masks: 0 is keep, 1 is remove.
 """
 
@@ -54,7 +54,7 @@ RED, GREEN, BLUE = 1.0, 0.7, 0.5  # widths of the filters, in patches
 
 @dataclass(frozen=True)
 class MaskSettings:
-    """The flags that masks depend on. Defaults are for checkpoints that do not mention a flag, being older."""
+    """The flags that masks depend on. Defaults are for checkpoints that predate a flag."""
 
     masking: str = "random"
     mask_ratio: float = 0.75
@@ -81,7 +81,7 @@ class MaskSettings:
 
     @classmethod
     def of(cls, settings: Mapping | Namespace) -> "MaskSettings":
-        """From a run's flags, or those in a checkpoint; what is not about masks is passed over."""
+        """From a run's flags or a checkpoint's; flags unrelated to masks are ignored."""
         given = vars(settings) if isinstance(settings, Namespace) else settings
         return cls(**{entry.name: given[entry.name] for entry in fields(cls) if entry.name in given})
 
@@ -89,7 +89,7 @@ class MaskSettings:
         return 0.0 if self.no_curriculum else lambda_cl(progress, self.lambda_cl_start, self.lambda_cl_end)
 
     def ratio(self, epoch: int) -> float:
-        """The share of removed patches in an epoch: linear from `mask_ratio_start`, if given, to `mask_ratio`."""
+        """The mask ratio in an epoch: linear from `mask_ratio_start`, if given, to `mask_ratio`."""
         if self.mask_ratio_start is None or self.epochs < 2:
             return self.mask_ratio
         passed = epoch / (self.epochs - 1)
@@ -98,7 +98,7 @@ class MaskSettings:
 
 @dataclass
 class Ask:
-    """What a strategy may know: N images [N, C, H, W] in `grid` = (h, w) patches, and where the run stands."""
+    """The input of a strategy: N images [N, C, H, W] in `grid` = (h, w) patches, and the state of the curriculum."""
 
     imgs: torch.Tensor
     grid: tuple[int, int]
@@ -113,7 +113,7 @@ class Ask:
         return self.grid[0] * self.grid[1]
 
     def uniform(self, size: int | None = None) -> torch.Tensor:
-        """Values in (0, 1), [N, size] or [N, L]: others at each call, the same for an image in an epoch anywhere."""
+        """Values in (0, 1), [N, size] or [N, L]: new at each call, but reproducible for an image in an epoch."""
         size = self.num_patches if size is None else size
         return hashed_uniform(self.keys, next(self.draws), size)
 
@@ -132,8 +132,8 @@ def image_keys(seed: int, epoch: int, index: torch.Tensor) -> torch.Tensor:
 
 
 def hashed_uniform(keys: torch.Tensor, draw: int, size: int) -> torch.Tensor:
-    """Uniform values [N, size] in (0, 1) as a hash of (key, draw, place): computed on any device, stored nowhere, and
-    independent of batches and processes, which a generator's stream is not. The mixer is SplitMix64's."""
+    """Uniform values [N, size] in (0, 1), a hash of (key, draw, position): computed on any device, stored nowhere and,
+    unlike a generator's stream, independent of batches and processes. The mixer is SplitMix64's."""
     places = torch.arange(size, device=keys.device) + (draw << 32)
     x = mix_bits(keys)[:, None] + places * -7046029254386353131  # 2**64 / golden ratio, as int64
     return (((mix_bits(x) >> 40 & 0xFFFFFF).float() + 0.5) / 2**24).clamp(max=1 - 2**-24)  # float32 would round up to 1
@@ -152,13 +152,13 @@ STRATEGIES: dict[str, "Strategy | type[LearnedMasking]"] = {}
 
 
 def register(entry: Callable) -> Callable:
-    """Under its own name; a class is registered by its `name`."""
+    """Register a function under its own name, a class under its `name`."""
     STRATEGIES[getattr(entry, "name", entry.__name__)] = entry
     return entry
 
 
 def constant(strategy: Strategy) -> Strategy:
-    """Marks a strategy that takes no notice of lambda_CL, which is then not reported."""
+    """Mark a strategy that ignores lambda_CL, which is then not reported."""
     strategy.constant = True  # type: ignore[attr-defined]
     return strategy
 
@@ -173,13 +173,13 @@ def random(ask: Ask) -> torch.Tensor:
 @register
 @constant
 def block(ask: Ask) -> torch.Tensor:
-    """Hidden patches form rectangles, as in BEiT (Bao et al., ICLR 2022), here to the exact ratio.
+    """Hidden patches form rectangles, as in BEiT (Bao et al., ICLR 2022), here at an exact ratio.
 
-    Rectangles are drawn one after the other. What the first ones cover is hidden first.
+    Rectangles are drawn one after another; patches under earlier ones are hidden first.
     """
     (height, width), number, device = ask.grid, 32, ask.imgs.device
     area, aspect, top, left = (ask.uniform(number) for _ in range(4))  # [N, K] each
-    area = 0.08 + 0.24 * area  # of the image
+    area = 0.08 + 0.24 * area  # as a fraction of the image
     aspect = torch.exp((2 * aspect - 1) * 1.2)  # between 0.3 and 3.3
     tall, wide = (area * aspect).sqrt().clamp(max=1) * height, (area / aspect).sqrt().clamp(max=1) * width
     rows = torch.arange(height, device=device) + 0.5 - (top * (height - tall)).unsqueeze(-1)  # [N, K, h]
@@ -187,21 +187,21 @@ def block(ask: Ask) -> torch.Tensor:
     in_rows, in_columns = (rows > 0) & (rows < tall[..., None]), (columns > 0) & (columns < wide[..., None])
     covered = (in_rows[..., :, None] & in_columns[..., None, :]).flatten(2)  # [N, K, L]
     first = torch.where(covered.any(dim=1), covered.float().argmax(dim=1), number)
-    # Within the last rectangle, which only part of the ratio is left for, whole rows are hidden.
+    # Within the last rectangle, of which only part is needed, patches are hidden row by row.
     return number - first + torch.linspace(0, 0.9, ask.num_patches, device=device)
 
 
 @register
 @constant
 def grid(ask: Ask) -> torch.Tensor:
-    """Visible patches as evenly spread as the ratio allows: every second one in both directions at 0.75 (He et al.'s
-    grid-wise sampling), shifted at random. Ranks are those of an ordered dither (Bayer, 1973), so any ratio works."""
+    """Visible patches spread as evenly as the ratio allows: every second one in both directions at 0.75 (He et al.'s
+    grid-wise sampling), shifted at random. An ordered dither (Bayer, 1973) ranks the patches, so any ratio works."""
     height, width = ask.grid
     shift = (ask.uniform(2) * 16).long()  # [N, 2]
     rows = (torch.arange(height, device=ask.imgs.device) + shift[:, :1]) % 16  # [N, h]
     columns = (torch.arange(width, device=ask.imgs.device) + shift[:, 1:]) % 16
     rank = torch.zeros(len(shift), height, width, device=ask.imgs.device)
-    for bit in range(4):  # the lowest bits of the position make the coarsest distinction
+    for bit in range(4):  # the lowest bit of the position carries the most weight
         row, column = rows[:, :, None] >> bit & 1, columns[:, None, :] >> bit & 1
         rank = rank + ((row ^ column) * 2 + row) * 4.0 ** (3 - bit)
     return rank.flatten(1)
@@ -232,7 +232,7 @@ def coloured_noise(ask: Ask, colour: str) -> torch.Tensor:
 
 
 def blur(z: torch.Tensor, sigma: float) -> torch.Tensor:
-    """[N, h, w] through a Gaussian filter that wraps around at the borders, so that no position is special."""
+    """Gaussian blur of [N, h, w] that wraps around at the borders, so that no position is special."""
     rows, columns = (circular_gaussian(side, sigma, z.device) for side in z.shape[1:])
     return rows @ z @ columns
 
@@ -247,7 +247,7 @@ def circular_gaussian(side: int, sigma: float, device: torch.device) -> torch.Te
 
 
 def standardise(x: torch.Tensor) -> torch.Tensor:
-    """Each row to mean 0 and deviation 1."""
+    """Shift and scale each row to mean 0 and standard deviation 1."""
     return (x - x.mean(dim=1, keepdim=True)) / (x.std(dim=1, keepdim=True) + 1e-5)
 
 
@@ -255,13 +255,13 @@ def standardise(x: torch.Tensor) -> torch.Tensor:
 
 
 class LearnedMasking(ABC):
-    """A strategy with a module that is trained beside the autoencoder. A value per patch comes out of the module; the
-    mask is chosen by it, and it learns from the autoencoder's errors."""
+    """A strategy with a module that is trained alongside the autoencoder. The module outputs a value per patch, from
+    which the mask is chosen, and learns from the autoencoder's errors."""
 
     name: str
-    value: str  # what the module's values are called in pictures
+    value: str  # name of the module's values in figures
     probability: bool  # whether they are probabilities
-    depth: int  # blocks of the module, unless --cmm_depth says otherwise
+    depth: int  # blocks of the module; default of --cmm_depth
 
     def __init__(self, settings: MaskSettings):
         self.settings = settings
@@ -272,21 +272,21 @@ class LearnedMasking(ABC):
 
     @abstractmethod
     def choose(self, ask: Ask, values: torch.Tensor) -> torch.Tensor:
-        """Noise or visible patches, as for any strategy, given the module's values [N, L]."""
+        """Noise or visible patches, as from any strategy, given the module's values [N, L]."""
 
     @abstractmethod
     def errors(
         self, mae: Autoencoder, imgs: torch.Tensor, values: torch.Tensor, pred: torch.Tensor
     ) -> tuple[torch.Tensor, "Rows"]:
-        """Patch errors [M, L] that the module learns from, as a function of its `values`, and the rows they are for.
-        `pred` is what step 1 predicted."""
+        """Patch errors [M, L] that the module learns from, as a function of its `values`, and which rows of the batch
+        they belong to. `pred` is step 1's prediction."""
 
     @abstractmethod
     def losses(
         self, values: torch.Tensor, error: torch.Tensor, mask: torch.Tensor, rows: "Rows", ask: Ask
     ) -> dict[str, torch.Tensor]:
-        """The module's loss on the global batch under "cmm/loss", and its parts. Processes may compute shares of them,
-        as of the diversity: what counts is the mean over processes."""
+        """The module's loss on the global batch as "cmm/loss", and its terms. A process may compute only its share, as
+        for diversity: the value is the mean over processes."""
 
 
 Rows = slice | torch.Tensor
@@ -302,7 +302,7 @@ class CurriculumMasking(LearnedMasking):
         super().__init__(settings)
         kl = {"tallied": kl_loss, "soft": soft_kl_loss}[settings.kl]
         diversity = {"squared": diversity_loss, "distance": distance_diversity_loss}[settings.diversity]
-        # Of Z [N, L] and the mask ratio. A further loss is a function, an entry and a flag.
+        # Functions of Z [N, L] and the mask ratio. A new loss takes a function, an entry here and a flag.
         self.terms: dict[str, tuple[Callable[..., torch.Tensor], float]] = {
             "gauss": (lambda z, ratio: gaussian_loss(z), settings.lambda_gauss),
             "kl": (kl, settings.lambda_kl),
@@ -317,7 +317,7 @@ class CurriculumMasking(LearnedMasking):
         return -values if self.settings.select == "topk" else values >= 0.5
 
     def errors(self, mae, imgs, values, pred):
-        """Step 2: no threshold and no selection; the autoencoder sees every patch as far as Z says."""
+        """Step 2: no threshold and no selection; the autoencoder sees every patch to the degree given by Z."""
         rows, here = self.rows(len(imgs), imgs.device)
         if self.settings.soft == "attention":
             values = with_balanced_gradient(values)
@@ -325,10 +325,10 @@ class CurriculumMasking(LearnedMasking):
         return mae.patch_error(imgs[here], pred), rows
 
     def rows(self, n: int, device: torch.device) -> tuple[Rows, Rows]:
-        """The images to learn from: rows of the global batch, and of this process's n.
+        """The images to learn from, as rows of the global batch and of this process's n.
 
-        The order of images is random already, so an evenly spread share is as good as a drawn one; and these are the
-        same images for any number of processes, if the share of each process's batch is a whole number.
+        Batches are already shuffled, so evenly spaced rows are as good as random ones. They are also the same images
+        for any number of processes, provided `cmm_fraction` of each process's batch is a whole number.
         """
         if self.settings.cmm_fraction == 1:
             return slice(None), slice(None)
@@ -336,7 +336,7 @@ class CurriculumMasking(LearnedMasking):
         return evenly_spread_rows(number * processes, n * processes, device), evenly_spread_rows(number, n, device)
 
     def losses(self, values, error, mask, rows, ask):
-        """Eq. 1: lambda_CL(t) times the curriculum loss, plus the weighted others."""
+        """Eq. 1: lambda_CL(t) times the curriculum loss, plus the other weighted terms."""
         if self.settings.soft == "attention":
             curriculum = hidden_curriculum_loss(with_balanced_gradient(values)[rows], error)
         else:
@@ -352,14 +352,14 @@ class CurriculumMasking(LearnedMasking):
 
 @cache
 def evenly_spread_rows(number: int, n: int, device: torch.device) -> torch.Tensor:
-    """Indices of `number` of n rows. They stay on the device: a list of them would be copied there in each step."""
+    """Indices of `number` of n rows, kept on the device: a list would be copied there in each step."""
     return torch.arange(number, device=device) * n // number
 
 
 @register
 class PredictiveMasking(LearnedMasking):
-    """The predictive curriculum: the module predicts each patch's error, and masks are drawn by it. A partner hides
-    what is predicted easy, an adversary what is predicted hard; at lambda_CL = 0 masks are random."""
+    """The predictive curriculum: the module predicts each patch's error, and masks are sampled accordingly. A partner
+    hides patches predicted to be easy, an adversary those predicted to be hard; at lambda_CL = 0 masks are random."""
 
     name, value, probability, depth = "predictive", "predicted error", False, 2
 
@@ -372,7 +372,7 @@ class PredictiveMasking(LearnedMasking):
         return noise - ask.lambda_cl * self.settings.cmm_strength * standardise(values)
 
     def errors(self, mae, imgs, values, pred):
-        """Step 1 has computed them already."""
+        """Already computed in step 1."""
         return mae.patch_error(imgs, pred.detach()), slice(None)
 
     def losses(self, values, error, mask, rows, ask):
@@ -383,7 +383,7 @@ class PredictiveMasking(LearnedMasking):
 
 
 def find_strategy(name: str) -> "Strategy | type[LearnedMasking]":
-    """A registered strategy, or the function or class NAME of a user's file, given as path/to/file.py:NAME."""
+    """A registered strategy, or the function or class NAME in a user's file, given as path/to/file.py:NAME."""
     if name in STRATEGIES:
         return STRATEGIES[name]
     path, colon, entry = name.rpartition(":")
@@ -406,9 +406,9 @@ def find_strategy(name: str) -> "Strategy | type[LearnedMasking]":
 
 
 class Masking:
-    """A strategy at work in a run: what the engine, the monitor and pictures ask for masks.
+    """The masks of a run, as the engine, the monitor and the figures use them.
 
-    `module` is the network of a learned strategy, perhaps wrapped for several processes; else None.
+    `module` is the network of a learned strategy, possibly wrapped in DistributedDataParallel; otherwise None.
     """
 
     def __init__(self, settings: MaskSettings, grid: tuple[int, int], module: nn.Module | None = None):
@@ -425,7 +425,7 @@ class Masking:
         return not (fixed_colour or getattr(self.function, "constant", False))
 
     def moment(self, epoch: int, progress: float) -> dict[str, float]:
-        """Where the curriculum stands: logged, and stored in checkpoints."""
+        """The state of the curriculum: logged, and stored in checkpoints."""
         moment = {"mask_ratio": self.settings.ratio(epoch)}
         return moment | ({"lambda_cl": self.settings.lambda_cl(progress)} if self.follows_curriculum else {})
 
@@ -433,32 +433,32 @@ class Masking:
         return self.learned is not None and step % self.settings.cmm_every == 0
 
     def values(self, imgs: torch.Tensor) -> torch.Tensor | None:
-        """What the module says of each patch [N, L]."""
+        """The module's value for each patch [N, L]."""
         return None if self.module is None else self.module(imgs)
 
     def unwrapped_values(self, imgs: torch.Tensor) -> torch.Tensor | None:
-        """The same in one of several processes, without the others."""
+        """The same without DistributedDataParallel, for a single process."""
         return None if self.module is None else without_ddp(self.module)(imgs)
 
     def keep_prob(self, values: torch.Tensor | None) -> torch.Tensor | None:
-        """The module's values where they are probabilities, as Z is."""
+        """The module's values if they are probabilities, like Z; otherwise None."""
         return values if self.learned is not None and self.learned.probability else None
 
     def health(self, mask: torch.Tensor, values: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """Of the masks [N, L] of all processes, as shares: the mean over processes counts."""
+        """`mask_health` of all processes' masks [N, L]: each returns its share, and their mean is the value."""
         keep_prob = self.keep_prob(values)
         gathered = gather_batch(mask) if keep_prob is None else gather_batch(mask, keep_prob.detach())
         return mask_health(*gathered, own=share_of_rank(len(gathered[0])))
 
     def ask(self, imgs: torch.Tensor, index: torch.Tensor, epoch: int, progress: float) -> Ask:
-        """`index` [N]: of the images in their data set. `progress` of the run, from 0 to 1."""
+        """`index` [N] is that of the images in their data set; the run's `progress` goes from 0 to 1."""
         settings = self.settings
         keys = image_keys(settings.seed, epoch, index.to(imgs.device, non_blocking=True))
         return Ask(imgs, self.grid, settings.ratio(epoch), settings.lambda_cl(progress), keys, settings)
 
     @torch.no_grad()
     def choose(self, ask: Ask, values: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        """The masking argument of the autoencoder: `noise` or `visible`."""
+        """The autoencoder's masking argument: `noise` or `visible`."""
         if self.learned is not None and values is not None:
             chosen = self.learned.choose(ask, values)
         else:
@@ -473,13 +473,13 @@ class Masking:
 
 
 def as_noise(masks: dict[str, torch.Tensor]) -> torch.Tensor:
-    """What `Masking.choose` returns, as noise [N, L] for autoencoders of others: visible patches have the smallest
-    values. Such autoencoders keep one number of patches; it is exact for masks that have that number."""
+    """The result of `Masking.choose` as noise [N, L], for third-party autoencoders: visible patches have the smallest
+    values. Such autoencoders keep a fixed number of patches, so only masks that show as many are reproduced exactly."""
     return masks["noise"] if "noise" in masks else (~masks["visible"]).float()
 
 
 def masking_of(checkpoint: dict, model: Autoencoder, source: str) -> Masking:
-    """The masks of a checkpoint's run, with the trained module of a learned strategy."""
+    """The masks of a checkpoint's run, with the trained module if the strategy is learned."""
     settings = MaskSettings.of(settings_of(checkpoint))
     masking = Masking(settings, grid_size(model))
     if masking.learned is not None:
@@ -491,7 +491,7 @@ def masking_of(checkpoint: dict, model: Autoencoder, source: str) -> Masking:
 
 
 def from_text(text: str) -> Any:
-    """An entry of a safetensors header: JSON, or text as it is."""
+    """An entry of a safetensors header: JSON, or plain text."""
     try:
         return json.loads(text)
     except ValueError:
@@ -499,7 +499,7 @@ def from_text(text: str) -> Any:
 
 
 def load_module(path: str | Path) -> nn.Module:
-    """The trained module of a learned strategy, in evaluation mode: a run's, or one that tools.export wrote alone."""
+    """The trained module of a learned strategy, in evaluation mode, from a run or an export of the module alone."""
     checkpoint = load_checkpoint(path)
     if "metadata" not in checkpoint:
         model = mae_of(checkpoint, str(path))
@@ -510,7 +510,7 @@ def load_module(path: str | Path) -> nn.Module:
         settings = {name: from_text(text) for name, text in told.items()}
         check_form(settings, FLAGS, str(path))
         try:
-            with torch.device("meta"):  # the module takes after its sizes alone
+            with torch.device("meta"):  # only its sizes matter
                 model = build_mae(told["model"], img_size=tuple(settings["input_size"]), in_chans=settings["in_chans"])
         except (LookupError, ValueError, TypeError, RuntimeError) as error:
             raise UserError(f"{path}: its header describes no autoencoder ({error})") from None
@@ -524,16 +524,16 @@ def load_module(path: str | Path) -> nn.Module:
 def mask_health(
     mask: torch.Tensor, keep_prob: torch.Tensor | None = None, own: slice = slice(None)
 ) -> dict[str, torch.Tensor]:
-    """Health of a batch of masks [N, L] (0 is keep, 1 is remove), and of the Z they came from, as scalar tensors.
+    """Metrics of a batch of masks [N, L] (0 is keep, 1 is remove), and of the Z they came from, as scalar tensors.
 
-    Of several processes, each compares its `own` rows with all; the mean of their values is that of the batch.
+    With several processes, each compares its `own` rows with all; the mean over processes is the batch's value.
 
     visible      share of visible tokens, mean over images         visible_std   its standard deviation over images
-    distinct     share of masks in the batch that differ from all before them (1/N: mode collapse)
+    distinct     share of masks in the batch that differ from all earlier ones (1/N: mode collapse)
     hamming      share of tokens in which two masks differ, mean over pairs of images
-    unseen       share of positions that no image of the batch shows
-    place        share of the masks' variance that the position alone explains (0: none, 1: one mask for all), adjusted
-                 for what chance explains in N masks
+    unseen       share of positions visible in no image of the batch
+    place        share of the masks' variance explained by position alone (0: none, 1: one mask for all), adjusted for
+                 chance
     decisive     share of Z within 0.1 of 0 or 1
     """
     n, num_patches = mask.shape

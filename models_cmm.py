@@ -1,11 +1,11 @@
-"""Masking modules: images in, a value for each patch out; their losses, and the curriculum schedule.
+"""Masking modules, which map images to a value per patch; their losses, and the curriculum schedule.
 
     cmm = build_cmm(mae)
     keep_prob = cmm(imgs)                               # Z, float [N, L]: the probability that a patch stays visible
     visible = keep_prob >= 0.5                          # what the autoencoder may see
 
-The modules know nothing of the autoencoder; engine_pretrain.py joins the two. Equation numbers are those of
-docs/method.md, which also says where and why a loss departs from the paper's printed formula.
+The modules do not depend on the autoencoder; engine_pretrain.py connects the two. Equation numbers refer to
+docs/method.md, which also explains where and why a loss departs from the paper's formula.
 """
 
 import math
@@ -34,9 +34,9 @@ PAPER_TOKENS = (196, 256)  # tokens of the paper's backbones at 224 px; all thre
 
 
 class FirstTokenBlock(Block):
-    """A block whose first output token is all that is read: the same numbers without the others' queries and MLP.
+    """A block that outputs only its first token: the same values, without the other tokens' queries and MLP.
 
-    Tokens [N, L, D] to the first one [N, 1, D]. For blocks as `transformer_blocks` makes them.
+    Tokens [N, L, D] to the first one [N, 1, D]. For blocks built by `transformer_blocks`.
     """
 
     def forward(self, x: torch.Tensor, attn_mask: torch.Tensor | None = None, is_causal: bool = False) -> torch.Tensor:
@@ -52,7 +52,7 @@ class FirstTokenBlock(Block):
 
 
 class MaskingViT(nn.Module):
-    """The trunk of a masking module: a short ViT with its own patch embedding. N images, L patches, D width."""
+    """The trunk of a masking module: a shallow ViT with its own patch embedding. N images, L patches, D width."""
 
     last_block: type[Block] = Block
 
@@ -71,8 +71,8 @@ class MaskingViT(nn.Module):
         super().__init__()
         check_divisible(img_size, patch_size)
         self.grad_checkpointing = False
-        # Its own embedding, not the autoencoder's: its output cannot change while the autoencoder is updated, so one
-        # forward pass serves both steps of an iteration.
+        # Its own embedding, not the autoencoder's: updating the autoencoder then does not change the module's output,
+        # so one forward pass serves both steps of an iteration.
         self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim)
         num_patches = self.patch_embed.num_patches
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
@@ -91,11 +91,11 @@ class MaskingViT(nn.Module):
         self.apply(init_linear_and_norm)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """As the autoencoder's."""
+        """See `MaskedAutoencoderViT.set_grad_checkpointing`."""
         self.grad_checkpointing = enable
 
     def forward_trunk(self, imgs: torch.Tensor) -> torch.Tensor:
-        """Images [N, C, H, W] to tokens [N, 1 + L, D], [CLS] first; [CLS] alone if `last_block` leaves only that."""
+        """Images [N, C, H, W] to tokens [N, 1 + L, D], [CLS] first; only [CLS] if `last_block` drops the others."""
         x = self.patch_embed(imgs) + self.pos_embed[:, 1:, :]
         cls_token = self.cls_token + self.pos_embed[:, :1, :]
         x = torch.cat([cls_token.expand(x.shape[0], -1, -1), x], dim=1)
@@ -103,7 +103,7 @@ class MaskingViT(nn.Module):
 
 
 class CurriculumMaskingModule(MaskingViT):
-    """The paper's module (CMM): the [CLS] token decides about every patch."""
+    """The paper's module (CMM): the [CLS] token predicts Z for every patch."""
 
     last_block = FirstTokenBlock
 
@@ -118,7 +118,7 @@ class ErrorPredictor(MaskingViT):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, outputs=1, **kwargs)
-        nn.init.normal_(self.head.weight, std=0.02)  # one output: Xavier would start with large, arbitrary scores
+        nn.init.normal_(self.head.weight, std=0.02)  # with one output, Xavier would start with large, arbitrary scores
 
     def forward(self, imgs: torch.Tensor) -> torch.Tensor:
         """Images [N, C, H, W] to scores [N, L], float32 under any autocast."""
@@ -127,12 +127,12 @@ class ErrorPredictor(MaskingViT):
 
 
 def build_cmm(mae: Autoencoder, depth: int = 5, dim: int | None = None) -> CurriculumMaskingModule:
-    """The paper's module for `mae`: its image and patch size and channels, by default its width."""
+    """The paper's module for `mae`, with the same image size, patch size, channels and, by default, width."""
     return CurriculumMaskingModule(**fitting(mae, depth, mae.width if dim is None else dim))
 
 
 def build_predictor(mae: Autoencoder, depth: int = 2, dim: int | None = None) -> ErrorPredictor:
-    """The predictive module for `mae`; narrow by default, because it is all that the method adds to an MAE step."""
+    """The predictive module for `mae`; narrow by default, because it is all the method adds to the cost of a step."""
     head_width = mae.width // mae.num_heads
     return ErrorPredictor(
         **fitting(mae, depth, max(mae.width // 4 // head_width, 1) * head_width if dim is None else dim)
@@ -140,7 +140,7 @@ def build_predictor(mae: Autoencoder, depth: int = 2, dim: int | None = None) ->
 
 
 def fitting(mae: Autoencoder, depth: int, dim: int) -> dict:
-    """The arguments of a module of width `dim` that fits `mae`, with heads of the same width as the encoder's."""
+    """Arguments for a module of width `dim` that fits `mae`, with heads as wide as the encoder's."""
     head_width = mae.width // mae.num_heads
     if dim < 1 or dim % head_width:
         raise ValueError(f"a width of {dim} is not a multiple of {head_width}, the width of the model's heads")
@@ -160,20 +160,20 @@ def lambda_cl(progress: float, start: float = 1.0, end: float = -0.1) -> float:
 
 
 def curriculum_loss(keep_prob: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
-    """Eq. 3, but for lambda_CL: mean of the patch errors [N, L], each weighted by how far its patch is removed.
+    """Eq. 3 without lambda_CL: mean of the patch errors [N, L], weighted by the degree to which a patch is removed.
 
     The gradient reaches Z through both factors. A batch with nothing removed gives 0.
     """
     removed = 1 - keep_prob
-    # The error of a batch with nothing removed is undefined; the clamp makes it 0 and keeps its gradient finite.
+    # The mean is undefined if nothing is removed; the clamp makes it 0 and keeps its gradient finite.
     return (removed * error).sum() / removed.sum().clamp(min=1e-6)
 
 
 def hidden_curriculum_loss(keep_prob: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
-    """Eq. 3 over hidden patches (Z < 0.5) alone and in tokens: L times their weighted mean error.
+    """Eq. 3 over hidden patches (Z < 0.5) only, scaled to tokens: L times their weighted mean error.
 
-    Visible patches have no trained prediction, so their error must not count; and as a mean over tokens the term's
-    slope lies far below the Gaussian's barrier.
+    Predictions of visible patches are not trained, so their errors must not count. Without the factor L, the gradient
+    would be far too small to cross the Gaussian's barrier.
     """
     removed = (1 - keep_prob) * (keep_prob < 0.5)
     return keep_prob.shape[1] * (removed * error).sum() / removed.sum().clamp(min=1e-6)
@@ -182,17 +182,17 @@ def hidden_curriculum_loss(keep_prob: torch.Tensor, error: torch.Tensor) -> torc
 def with_balanced_gradient(keep_prob: torch.Tensor) -> torch.Tensor:
     """Z [N, L] itself, but with a gradient that sums to zero over each image's patches.
 
-    How many patches are visible is the KL loss's business. An adversary would otherwise gain most by lowering every Z
-    at once: towards 0.5, where masks are no longer decisive, and the ratio goes with it.
+    The number of visible patches is left to the KL loss. Otherwise an adversary would gain most by lowering every Z at
+    once, towards 0.5, where masks are no longer decisive and miss the target ratio.
     """
     mean = keep_prob.mean(dim=1, keepdim=True)
     return keep_prob - (mean - mean.detach())
 
 
 def gaussian_loss(keep_prob: torch.Tensor) -> torch.Tensor:
-    """Eq. 4: a bump of height sigma * sqrt(2 pi) at Z = 0.5 pushes every Z towards 0 or 1; the mean over tokens.
+    """Eq. 4: a bump of height sigma * sqrt(2 pi) at Z = 0.5 pushes every Z towards 0 or 1; mean over tokens.
 
-    At other sizes than the paper's it is scaled by L / 196, to keep its balance with the losses that count tokens.
+    At sizes other than the paper's it is scaled by L / 196, to stay balanced with the losses that count tokens.
     """
     height = SIGMA * math.sqrt(2 * math.pi)
     bump = height * torch.exp(-((keep_prob - 0.5) ** 2) / (2 * SIGMA**2))
@@ -201,15 +201,15 @@ def gaussian_loss(keep_prob: torch.Tensor) -> torch.Tensor:
 
 
 def kl_loss(keep_prob: torch.Tensor, mask_ratio: float) -> torch.Tensor:
-    """Eq. 5: divergence of the tallied counts of masked and visible tokens from the target; mean over images.
+    """Eq. 5: divergence of the counts of masked and visible tokens from the target; mean over images.
 
-    The tally is taken after the threshold, where the autoencoder sees it; its gradient passes straight through to Z.
+    Tokens are counted after the threshold, as the autoencoder sees them; the gradient passes straight through to Z.
     """
     num_patches = keep_prob.shape[1]
     visible_count = straight_through(keep_prob).sum(dim=1)  # [N]
     masked_count = num_patches - visible_count
     masked_target, visible_target = mask_ratio * num_patches, (1 - mask_ratio) * num_patches
-    # Half a token stands for none, so that the logarithm stays finite.
+    # A count of zero becomes half a token, so that the logarithm stays finite.
     divergence = masked_target * torch.log(masked_target / clamp_value(masked_count, 0.5)) + visible_target * torch.log(
         visible_target / clamp_value(visible_count, 0.5)
     )
@@ -218,15 +218,15 @@ def kl_loss(keep_prob: torch.Tensor, mask_ratio: float) -> torch.Tensor:
 
 def soft_kl_loss(keep_prob: torch.Tensor, mask_ratio: float) -> torch.Tensor:
     """The released code's ratio loss, as a control: divergence of the soft visible fraction, summed over the batch."""
-    visible, target = clamp_value(keep_prob.mean(dim=1), 1e-6, 1 - 1e-6), 1 - mask_ratio  # finite where all are 0 or 1
+    visible, target = clamp_value(keep_prob.mean(dim=1), 1e-6, 1 - 1e-6), 1 - mask_ratio  # finite if all are 0 or 1
     return (visible * torch.log(visible / target) + (1 - visible) * torch.log((1 - visible) / mask_ratio)).sum()
 
 
 def position_loss(keep_prob: torch.Tensor, mask_ratio: float) -> torch.Tensor:
     """Eq. 7: divergence of each position's visible rate over the batch from 1 - mask_ratio; sum over positions.
 
-    Diversity keeps images apart but saturates once their masks differ in a few tokens; this keeps every position in
-    play. Tallied after the threshold, as the KL loss.
+    The diversity loss saturates once masks differ in a few tokens; this one ensures that every position is shown in
+    some images. Counted after the threshold, as in the KL loss.
     """
     n, target = keep_prob.shape[0], 1 - mask_ratio
     visible = clamp_value(straight_through(keep_prob).mean(dim=0), 0.5 / n, 1 - 0.5 / n)  # [L]
@@ -240,7 +240,7 @@ def straight_through(keep_prob: torch.Tensor) -> torch.Tensor:
 
 
 def clamp_value(x: torch.Tensor, minimum: float, maximum: float | None = None) -> torch.Tensor:
-    """clamp whose gradient is 1 everywhere: what lies outside the bounds needs its gradient most."""
+    """clamp with a gradient of 1 everywhere: values outside the bounds need it most."""
     return x + (x.clamp(min=minimum, max=maximum) - x).detach()
 
 
@@ -259,16 +259,16 @@ def mean_over_pairs(
 ) -> torch.Tensor:
     """Mean, over all pairs of different rows of Z [N, L], of a function of their squared distances.
 
-    Of several processes, each computes its `own` rows against all. The mean of their values is that of all pairs, and
-    each has the gradient of that mean with respect to its own rows.
+    With several processes, each compares its `own` rows with all. The mean over processes is that over all pairs, and
+    each process has its gradient with respect to its own rows.
     """
-    everyone = keep_prob - 0.5  # shorter vectors lose less to rounding in the product; distances are the same
+    everyone = keep_prob - 0.5  # shorter vectors lose less to rounding in the product; distances are unchanged
     mine, everyone = everyone[own], everyone.detach()
     squares = mine.square().sum(dim=1)[:, None] + everyone.square().sum(dim=1) - 2 * mine @ everyone.T  # [own, N]
     squares = squares.clamp(min=0)
-    squares.diagonal(own.start or 0).fill_(torch.inf)  # nobody is similar to itself
+    squares.diagonal(own.start or 0).fill_(torch.inf)  # a row is not paired with itself
     mean = similarity(squares).sum() / max(len(mine) * (len(everyone) - 1), 1)
-    # Among all pairs a row meets every other one twice, here once; and these pairs are a share of all.
+    # Among all pairs, each row is on both sides, here only on one; and these pairs are a share of all.
     scale = 2 * len(mine) / len(everyone)
     return mean.detach() + scale * (mean - mean.detach())
 
@@ -276,7 +276,7 @@ def mean_over_pairs(
 def prediction_loss(score: torch.Tensor, error: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Eq. 8: squared error of the scores against the patch errors, standardised within each image's removed patches.
 
-    All are [N, L]; mask: 0 is keep, 1 is remove. The errors of removed patches are what step 1 has computed anyway.
+    All are [N, L]; mask: 0 is keep, 1 is remove. Step 1 computes the errors of removed patches anyway.
     """
     count = mask.sum(dim=1, keepdim=True).clamp(min=1)
     centred = (error - (error * mask).sum(dim=1, keepdim=True) / count) * mask

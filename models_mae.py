@@ -1,12 +1,12 @@
-"""Masked autoencoder (He et al., 2022) with upstream's names, keys and numbers, and masking as an argument.
+"""Masked autoencoder (He et al., 2022) with upstream's names, keys and outputs, and the mask as an argument.
 
     mae = mae_vit_base_patch16()
-    loss, pred, mask = mae(imgs, mask_ratio=0.75)       # random masks, exactly upstream
+    loss, pred, mask = mae(imgs, mask_ratio=0.75)       # random masks, exactly as upstream
     loss, pred, mask = mae(imgs, noise=noise)           # float [N, L], the smallest stay visible: any exact-ratio mask
     loss, pred, mask = mae(imgs, visible=visible)       # bool [N, L], True is kept: any mask, any number per image
     loss, pred, mask = mae(imgs, keep_prob=keep_prob)   # float [N, L]: soft masks, differentiable in keep_prob
 
-The autoencoder knows nothing of where a mask comes from: masking.py chooses it, engine_pretrain.py joins the two.
+The autoencoder does not know where a mask comes from: masking.py chooses it, engine_pretrain.py passes it on.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ SOFT = ("attention", "tokens")  # what keep_prob multiplies
 
 
 class Autoencoder(Protocol):
-    """What pretraining asks of an autoencoder, beside being an nn.Module. `MaskedAutoencoderViT` is one.
+    """The interface that pretraining needs besides nn.Module's; `MaskedAutoencoderViT` implements it.
 
     N images, L patches, P values per patch; masks: 0 is keep, 1 is remove.
     """
@@ -33,7 +33,7 @@ class Autoencoder(Protocol):
     patch_embed: PatchEmbed  # num_patches, grid_size, img_size and patch_size are read
     in_chans: int
     norm_pix_loss: bool
-    width: int  # of the encoder and its heads: a learned masking module takes after them
+    width: int  # encoder width and heads, on which a learned masking module's are based
     num_heads: int
 
     def __call__(
@@ -46,7 +46,7 @@ class Autoencoder(Protocol):
         keep_prob: torch.Tensor | None = None,
         soft: str = "tokens",
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Loss, predicted patches [N, L, P], mask [N, L]. `keep_prob` is needed for `--masking curriculum` alone."""
+        """Loss, predicted patches [N, L, P], mask [N, L]. Only `--masking curriculum` needs `keep_prob`."""
         ...
 
     def patchify(self, imgs: torch.Tensor) -> torch.Tensor: ...
@@ -88,7 +88,7 @@ class MaskedAutoencoderViT(nn.Module):
         self.width, self.num_heads = embed_dim, num_heads
         self.norm_pix_loss = norm_pix_loss
         self.grad_checkpointing = False
-        self.pad_to = 1  # lengths of padded sequences, [CLS] included, are multiples of this
+        self.pad_to = 1  # padded sequence lengths, including [CLS], are multiples of this
 
         # Encoder
         self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim)
@@ -124,12 +124,12 @@ class MaskedAutoencoderViT(nn.Module):
         init_linear_and_norm(m)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Store only the blocks' inputs and recompute the rest in the backward pass: less memory, a third more work.
-        timm's name for it."""
+        """Store only the blocks' inputs and recompute the rest in the backward pass: less memory, a third more compute.
+        Named as in timm."""
         self.grad_checkpointing = enable
 
     def patchify(self, imgs: torch.Tensor) -> torch.Tensor:
-        """Images [N, C, H, W] to patches [N, L, P]; within a patch the channel runs fastest."""
+        """Images [N, C, H, W] to patches [N, L, P]; within a patch, channels vary fastest."""
         p, (h, w) = int(self.patch_embed.patch_size[0]), map(int, self.patch_embed.grid_size)
         x = imgs.reshape(imgs.shape[0], self.in_chans, h, p, w, p)
         return x.permute(0, 2, 4, 3, 5, 1).reshape(imgs.shape[0], h * w, p * p * self.in_chans)
@@ -145,7 +145,7 @@ class MaskedAutoencoderViT(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Keep, per image, the int(L * (1 - mask_ratio)) tokens of `x` [N, L, D] with the smallest noise.
 
-        `noise` [N, L] is drawn here unless given; any score can take its place.
+        `noise` [N, L] may be any score; by default it is drawn here.
         Returns the kept tokens [N, kept, D], the mask [N, L] and ids_restore [N, L], the inverse of the shuffle.
         """
         n, num_patches, _ = x.shape
@@ -165,13 +165,13 @@ class MaskedAutoencoderViT(nn.Module):
         """Keep the tokens of `x` [N, L, D] where `visible` [N, L] is true, padded to one length for the batch.
 
         Returns the kept tokens [N, length, D], the mask, ids_restore, and the attention mask [N, 1, 1, 1 + length]
-        (true: may be attended) that hides the padding, or None where nothing is padded.
+        (true: may be attended) that hides the padding, or None if nothing is padded.
         """
         mask = (~visible).to(torch.float32)
         ids_shuffle = torch.argsort(mask, dim=1, stable=True)  # visible tokens first, in raster order
         ids_restore = torch.argsort(ids_shuffle, dim=1)
         counts = visible.sum(dim=1)
-        # The length of the sequence depends on the masks: this is a host-device sync, the only one of a step.
+        # The sequence length depends on the masks: this is a host-device sync, the only one in a step.
         shortest, longest = torch.stack(torch.aminmax(counts)).tolist()
         length = min(round_up(1 + longest, self.pad_to) - 1, visible.shape[1])
         attn_mask = None
@@ -215,8 +215,8 @@ class MaskedAutoencoderViT(nn.Module):
     ) -> torch.Tensor:
         """Latent tokens [N, 1 + kept, D] to predicted patches [N, L, P].
 
-        Mask tokens fill the removed places. Without `ids_restore` the tokens are complete and in place (the soft
-        paths). `mask` [N, L] blends the mask token in: over the padding of hard masks, by degree with soft attention.
+        Mask tokens fill the removed positions. Without `ids_restore`, the tokens are complete and in order (the soft
+        paths). `mask` [N, L] blends in the mask token: over the padding of hard masks, by degree with soft attention.
         """
         x = self.decoder_embed(x)
         cls_token, tokens = x[:, :1, :], x[:, 1:, :]
@@ -244,9 +244,9 @@ class MaskedAutoencoderViT(nn.Module):
         return ((pred.float() - target) ** 2).mean(dim=-1)
 
     def forward_loss(self, imgs: torch.Tensor, pred: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Mean error of the removed patches; 0 where nothing in the batch is removed."""
+        """Mean error of the removed patches; 0 if nothing in the batch is removed."""
         removed = mask.sum()
-        # Dividing by one where nothing is removed keeps 0 / 0 out of the value and of the gradient.
+        # Dividing by one if nothing is removed keeps 0 / 0 out of the value and the gradient.
         return (self.patch_error(imgs, pred) * mask).sum() / torch.where(removed > 0, removed, torch.ones_like(removed))
 
     def forward(
@@ -262,9 +262,9 @@ class MaskedAutoencoderViT(nn.Module):
         """Returns (loss, pred [N, L, P], mask [N, L]) for one of three ways to mask.
 
         mask_ratio  random masks; `noise` [N, L] replaces the drawn noise (the smallest values stay visible)
-        visible     bool [N, L], True is kept: masks as told, with any number of visible tokens per image
-        keep_prob   float [N, L] in [0, 1]: all tokens are encoded and decoded, and the loss weighs each patch's error
-                    by the mask, 1 - keep_prob. What `keep_prob` multiplies is `soft`: "tokens", the input tokens
+        visible     bool [N, L], True is kept: any mask, with any number of visible tokens per image
+        keep_prob   float [N, L] in [0, 1]: all tokens are encoded and decoded, and the loss weights each patch's error
+                    by the mask, 1 - keep_prob. `soft` is what `keep_prob` multiplies: "tokens", the input tokens
                     (the paper's step 2), or "attention", the attention to each token, with the decoder's input
                     blended towards the mask token; for binary values that equals `visible`
         """
@@ -277,7 +277,7 @@ class MaskedAutoencoderViT(nn.Module):
         return self.forward_loss(imgs, pred, mask), pred, mask
 
     def check_inputs(self, imgs: torch.Tensor, **masking: torch.Tensor | None) -> None:
-        """Refuse, by name, what would otherwise fail deep inside or, worse, broadcast."""
+        """Reject inputs that would otherwise fail deep inside or, worse, broadcast."""
         expected = (self.in_chans, *self.img_size)
         if imgs.ndim != 4 or imgs.shape[1:] != expected:
             raise ValueError(f"imgs has shape {tuple(imgs.shape)}, but this model takes (N, {str(expected)[1:]}")
@@ -302,8 +302,8 @@ def take_tokens(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 def attention_bias(keep_prob: torch.Tensor) -> torch.Tensor:
-    """Logits [N, 1, 1 + L, 1 + L] that multiply the attention to token j by keep_prob [N, L] before it is normalised;
-    [CLS], at place 0, keeps its weight. Expanded over queries, as fused kernels that differentiate it ask for."""
+    """Logits [N, 1, 1 + L, 1 + L] that multiply the attention to token j by keep_prob [N, L] before normalisation;
+    [CLS], at position 0, keeps its weight. Expanded over queries, as fused kernels require to differentiate it."""
     bias = F.pad(keep_prob.clamp(min=1e-6).log(), (1, 0))[:, None, None, :]
     return bias.expand(-1, -1, bias.shape[-1], -1)
 
@@ -316,7 +316,7 @@ def transformer_blocks(
     norm_layer: Callable[[int], nn.Module],
     last: type[Block] = Block,
 ) -> nn.ModuleList:
-    """Pre-norm ViT blocks; timm's run torch's fused attention."""
+    """timm's pre-norm ViT blocks, which use torch's fused attention."""
     settings: dict[str, Any] = dict(mlp_ratio=mlp_ratio, qkv_bias=True, norm_layer=norm_layer)
     return nn.ModuleList((last if i == depth - 1 else Block)(dim, num_heads, **settings) for i in range(depth))
 
@@ -334,7 +334,7 @@ def run_blocks(
 
 
 def init_patch_embed(patch_embed: PatchEmbed) -> None:
-    """Treat the patch projection as the linear layer that it is, not as a convolution."""
+    """Initialise the patch projection as the linear layer it is, not as a convolution."""
     weight = patch_embed.proj.weight.data
     nn.init.xavier_uniform_(weight.view(weight.shape[0], -1))
 
@@ -378,12 +378,12 @@ def mae_vit_huge_patch14_dec512d8b(**kwargs) -> MaskedAutoencoderViT:
 
 
 def mae_vit_small_patch16(**kwargs) -> MaskedAutoencoderViT:
-    """timm's ViT-S with a decoder cut down alike: for one GPU."""
+    """timm's ViT-S with a proportionally smaller decoder: for one GPU."""
     return _mae(16, encoder=(384, 12, 6), decoder=(256, 4, 8), **kwargs)
 
 
 def mae_vit_tiny_patch16(**kwargs) -> MaskedAutoencoderViT:
-    """timm's ViT-Ti with a decoder cut down alike: for one small GPU."""
+    """timm's ViT-Ti with a proportionally smaller decoder: for one small GPU."""
     return _mae(16, encoder=(192, 12, 3), decoder=(128, 4, 4), **kwargs)
 
 
@@ -412,7 +412,7 @@ def _mae(
     )
 
 
-# Recommended names, as upstream, and the short names of the paper's commands.
+# Upstream's recommended names, and the short names of the paper's commands.
 mae_vit_base_patch16 = mae_vit_base = mae_vit_base_patch16_dec512d8b
 mae_vit_large_patch16 = mae_vit_large = mae_vit_large_patch16_dec512d8b
 mae_vit_huge_patch14 = mae_vit_huge = mae_vit_huge_patch14_dec512d8b
@@ -423,7 +423,7 @@ MODELS: dict[str, Callable[..., MaskedAutoencoderViT]] = {
 
 
 def build_mae(name: str, **kwargs) -> MaskedAutoencoderViT:
-    """The model called `name`; an unknown name lists the known ones."""
+    """The model called `name`; the error for an unknown name lists the known ones."""
     if name not in MODELS:
         raise ValueError(f"unknown model {name!r}; known are {', '.join(sorted(MODELS))}")
     return MODELS[name](**kwargs)

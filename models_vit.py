@@ -4,7 +4,7 @@
     features = encoder.forward_features(imgs)                          # [N, D]
 
 Pooling is upstream's: the [CLS] token after the last norm or, with `global_pool`, the mean of the patch tokens followed
-by a norm of its own, which no pretraining knows and which therefore starts as the identity's scale and shift.
+by a separate norm, which is not pretrained and therefore starts with scale 1 and shift 0.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from util.pos_embed import interpolate_pos_embed
 
 
 class VisionTransformer(timm.models.vision_transformer.VisionTransformer):
-    """timm's ViT, with upstream's switch for pooling and upstream's meaning of `forward_features`."""
+    """timm's ViT with upstream's pooling switch and `forward_features`."""
 
     def __init__(self, global_pool: bool = False, **kwargs):
         super().__init__(global_pool="avg" if global_pool else "token", **kwargs)
@@ -43,7 +43,7 @@ class VisionTransformer(timm.models.vision_transformer.VisionTransformer):
         return self.head(self.head_drop(self.forward_features(x)))
 
 
-# (patch size, width, depth, heads); a checkpoint's weights tell the first three, so each such triple occurs once.
+# (patch size, width, depth, heads); the first three are inferred from a checkpoint's weights, so they must be unique.
 SIZES = {
     "vit_base_patch16": (16, 768, 12, 12),
     "vit_large_patch16": (16, 1024, 24, 16),
@@ -89,10 +89,10 @@ def load_encoder(
     seed: int = 0,
     **options,
 ) -> VisionTransformer:
-    """The frozen encoder of a checkpoint, in evaluation mode; what is None is read off the checkpoint.
+    """The frozen encoder of a checkpoint, in evaluation mode; None arguments are inferred from the checkpoint.
 
-    `path` is a file of this project or of upstream MAE, whole or encoder alone. None gives a random-weight baseline:
-    the weights from which a pretraining with `seed` starts. `options` are the pooling and drop path of `encoder_of`.
+    `path` is a checkpoint of this project or of upstream MAE, with or without a decoder. None gives a random-weight
+    baseline: the initial weights of a pretraining run with `seed`. `options` are `encoder_of`'s pooling and drop path.
     """
     if model is not None and model not in MODELS:
         raise UserError(f"--model {model} is unknown; known are {', '.join(MODELS)}")
@@ -114,9 +114,9 @@ def encoder_of(
     global_pool: bool = False,
     drop_path: float = 0.0,
 ) -> VisionTransformer:
-    """As `load_encoder`, of a checkpoint that is in memory; `source` is its name in errors.
+    """As `load_encoder`, for a checkpoint in memory; `source` is its name in errors.
 
-    `drop_path` is for training: the rate at which the last block's branches are left out, rising to it from 0.
+    `drop_path` is for training: the drop rate of the last block's branches, rising linearly from 0 at the first block.
     """
     weights = encoder_weights(checkpoint, source)
     check_encoder(weights, source)
@@ -139,8 +139,8 @@ def encoder_of(
 
 
 def with_head(encoder: VisionTransformer, num_classes: int, seed: int = 0) -> VisionTransformer:
-    """The encoder with a linear classifier, all of it ready to train. The head starts near zero, as upstream's: the
-    first gradients then do not disturb what the encoder has learnt."""
+    """The encoder with a linear classifier, all of it trainable. The head starts near zero, as upstream, so that the
+    first gradients do not disturb the pretrained weights."""
     encoder.reset_classifier(num_classes)
     head = encoder.get_classifier()
     torch.nn.init.trunc_normal_(head.get_parameter("weight"), std=2e-5, generator=generator("head", seed))
@@ -149,9 +149,9 @@ def with_head(encoder: VisionTransformer, num_classes: int, seed: int = 0) -> Vi
 
 
 def classifier_of(checkpoint: dict, source: str, **shape) -> VisionTransformer:
-    """The fine-tuned classifier in a checkpoint of this project or of upstream; its weights tell how it pools.
+    """The fine-tuned classifier in a checkpoint of this project or of upstream; its pooling is inferred.
 
-    `shape` is the model, image size and channels of `encoder_of`.
+    `shape` holds the model, image size and channels for `encoder_of`.
     """
     weights = weights_of(checkpoint)
     if not isinstance(weights, dict) or "head.weight" not in weights:
@@ -169,7 +169,7 @@ def load_mae(path: str | Path, *, model: str | None = None) -> MaskedAutoencoder
 
 
 def mae_of(checkpoint: dict, source: str, *, model: str | None = None) -> MaskedAutoencoderViT:
-    """As `load_mae`, of a checkpoint that is in memory."""
+    """As `load_mae`, for a checkpoint in memory."""
     encoder = encoder_weights(checkpoint, source)
     check_encoder(encoder, source)
     weights = weights_of(checkpoint)
@@ -180,7 +180,7 @@ def mae_of(checkpoint: dict, source: str, *, model: str | None = None) -> Masked
     norm_pix_loss = bool(settings_of(checkpoint).get("norm_pix_loss"))
     name, in_chans = model or f"mae_{infer_model(encoder, source)}", encoder["patch_embed.proj.weight"].shape[1]
     try:
-        with torch.device("meta"):  # no time is lost on drawing weights that are replaced at once
+        with torch.device("meta"):  # skips initialising weights that are replaced at once
             mae = build_mae(name, in_chans=in_chans, norm_pix_loss=norm_pix_loss, **size)
     except ValueError as error:
         raise UserError(f"{source}: {error}") from None
@@ -195,7 +195,7 @@ def random_weights(
 ) -> dict[str, torch.Tensor]:
     if model is None:
         raise UserError("without --finetune there is nothing to infer --model from: name the model for random weights")
-    torch.manual_seed(derive_seed("weights", seed))  # as main_pretrain.py
+    torch.manual_seed(derive_seed("weights", seed))  # as in main_pretrain.py
     size = {} if input_size is None else {"img_size": input_size}
     try:
         mae = build_mae(f"mae_{model}", in_chans=in_chans or 3, **size)
@@ -205,7 +205,7 @@ def random_weights(
 
 
 def encoder_weights(checkpoint: dict, source: str) -> dict[str, torch.Tensor]:
-    """The encoder's part of a checkpoint: no decoder, no head. The weights may also be the file's whole content."""
+    """The encoder's part of a checkpoint: no decoder, no head. The checkpoint may also be a bare state dict."""
     weights = weights_of(checkpoint)
     if not isinstance(weights, dict) or "patch_embed.proj.weight" not in weights:
         raise UserError(f"{source} holds no patch_embed.proj.weight: it is not a checkpoint of a MAE or ViT")
@@ -213,7 +213,7 @@ def encoder_weights(checkpoint: dict, source: str) -> dict[str, torch.Tensor]:
 
 
 def check_encoder(weights: dict[str, torch.Tensor], source: str) -> None:
-    """Refuse weights that are none, before some of them tell the size of the model."""
+    """Reject invalid weights before the model's size is inferred from them."""
     check_numbers(weights, source)
     for key, axes in {"patch_embed.proj.weight": 4, "pos_embed": 3}.items():
         if key in weights and weights[key].ndim != axes:
@@ -232,9 +232,9 @@ def infer_model(weights: dict[str, torch.Tensor], source: str) -> str:
 
 
 def size_of(checkpoint: dict, weights: dict[str, torch.Tensor]) -> tuple[int, int] | None:
-    """The image size a checkpoint was trained with: as its arguments say, or the square that fits its positions."""
+    """The image size a checkpoint was trained with: from its arguments, or the square that fits its positions."""
     if "pos_embed" not in weights:
-        return None  # the missing key is named later
+        return None  # the missing key is reported later
     num_patches, patch_size = weights["pos_embed"].shape[1] - 1, weights["patch_embed.proj.weight"].shape[-1]
     told = settings_of(checkpoint).get("input_size")
     if told is not None:
@@ -248,7 +248,7 @@ def size_of(checkpoint: dict, weights: dict[str, torch.Tensor]) -> tuple[int, in
 def fit_weights(
     encoder: VisionTransformer, weights: dict[str, torch.Tensor], trained_size: tuple[int, int] | None, source: str
 ) -> None:
-    """Load strictly, but for the norm that belongs to the other way of pooling, and the grid of positions."""
+    """Load strictly, except for the norm of the other pooling mode and the grid of positions."""
     own = encoder.state_dict()
     unused = "norm." if "fc_norm.weight" in own else "fc_norm."
     if "norm.weight" in own and "norm.weight" not in weights and "fc_norm.weight" in weights:

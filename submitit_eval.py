@@ -1,6 +1,6 @@
 """Evaluate an encoder as a SLURM job: nearest neighbours, linear probing, few-shot probing or fine-tuning.
 
-All flags of main_knn.py, main_linprobe.py, main_fewshot.py or main_finetune.py, and those of the job:
+Takes all flags of main_knn.py, main_linprobe.py, main_fewshot.py or main_finetune.py, plus those of the job:
     python submitit_eval.py --task linprobe --nodes 1 --ngpus 8 --partition NAME \
         --finetune runs/clmae --data_path /data/imagenet --output_dir eval/clmae
 """
@@ -14,7 +14,7 @@ TASKS = ("knn", "linprobe", "fewshot", "finetune")
 
 if __name__ == "__main__":
     which = ArgumentParser("submitit_eval.py", description=str(__doc__).split("\n")[0], add_help=False)
-    which.add_argument("--task", choices=TASKS, help="what to evaluate; with --help it lists the flags of that program")
+    which.add_argument("--task", choices=TASKS, help="the evaluation to run; add --help to list its flags")
     chosen, argv = which.parse_known_args()
     if chosen.task is None:
         which.print_help()

@@ -1,4 +1,4 @@
-"""Fine-tuning as a SLURM job: all flags of main_finetune.py, and those of the job.
+"""Fine-tune as a SLURM job; takes all flags of main_finetune.py, plus those of the job.
 
 python submitit_finetune.py --nodes 1 --ngpus 8 --partition NAME --finetune runs/clmae --epochs 100 \
         --output_dir eval/clmae

@@ -1,4 +1,4 @@
-"""Linear probing as a SLURM job: all flags of main_linprobe.py, and those of the job.
+"""Linear probing as a SLURM job; takes all flags of main_linprobe.py, plus those of the job.
 
 python submitit_linprobe.py --nodes 1 --ngpus 8 --partition NAME --finetune runs/clmae --runs 3 \
         --output_dir eval/clmae

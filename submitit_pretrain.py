@@ -1,6 +1,6 @@
-"""Pretrain CL-MAE, or an MAE with any other masks, as a SLURM job that survives time-outs and preemption.
+"""Pretrain CL-MAE, or MAE with any other masking strategy, as a SLURM job that survives time-outs and preemption.
 
-All flags of main_pretrain.py, and those of the job; eight nodes of eight GPUs make a batch of 4096:
+Takes all flags of main_pretrain.py, plus those of the job. Eight nodes of eight GPUs give a batch of 4096:
     python submitit_pretrain.py --nodes 8 --ngpus 8 --partition NAME --model mae_vit_base --batch_size 64
 
 Three seeds of both methods, as one job array:

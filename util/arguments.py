@@ -1,5 +1,5 @@
-"""Flags that several programs share, as groups: the same names, defaults and help texts everywhere. No torch here, so
-that --help is quick."""
+"""Groups of flags that several programs share, with the same names, defaults and help texts. No torch here, so that
+--help is quick."""
 
 import importlib.util
 import os
@@ -21,74 +21,78 @@ def add_data_arguments(parser: ArgumentParser) -> None:
     data.add_argument(
         "--data_path",
         default=DEFAULT_DATA_PATH,
-        help="folder with train/CLASS/*.jpg, or images directly; or tables: hf:NAME or hf:NAME:CONFIG on the Hugging "
-        "Face Hub, a folder of Parquet files or of save_to_disk, or WebDataset shards such as 'shards/*.tar'",
+        help="folder with train/CLASS/*.jpg, or with images directly; or tables: hf:NAME or hf:NAME:CONFIG on the "
+        "Hugging Face Hub, a folder of Parquet files or from save_to_disk, or WebDataset shards such as 'shards/*.tar'",
     )
-    data.add_argument("--image_column", help="of tables; default: the only one with images")
-    data.add_argument("--label_column", help="of tables; default: the only one with classes")
+    data.add_argument("--image_column", help="image column of tables; default: the only one with images")
+    data.add_argument("--label_column", help="label column of tables; default: the only one with classes")
     data.add_argument(
         "--cache_dir",
-        help="tables converted to Arrow, by default beside their files (hf: the library's place), and features "
-        "extracted in evaluations, by default features below --output_dir",
+        help="folder for tables converted to Arrow (default: beside their files; hf: the library's cache) and for "
+        "extracted features (default: features in --output_dir)",
     )
-    data.add_argument("--download", action="store_true", help="let torchvision fetch the data set to --data_path")
+    data.add_argument("--download", action="store_true", help="let torchvision download the data set to --data_path")
     data.add_argument(
         "--file_list",
         metavar="FILE",
-        help="the folder's images, a path per line: read instead of scanning the folder; written if it does not exist",
+        help="list of the folder's images, one path per line: read instead of scanning the folder; written if missing",
     )
     data.add_argument(
         "--num_classes",
         type=count_or_zero,
-        help="use this many randomly chosen class folders; 0: all; default: all, in evaluations the checkpoint's",
+        help="use this many randomly chosen class folders; 0: all; default: all, or the checkpoint's in evaluations",
     )
-    data.add_argument("--class_seed", default=0, type=seed_number, help="seed of that choice")
-    data.add_argument("--class_list", help="file with a class folder's name per line")
+    data.add_argument("--class_seed", default=0, type=seed_number, help="seed for that choice")
+    data.add_argument("--class_list", help="file with the name of one class folder per line")
     data.add_argument(
         "--split",
         type=number(above=0, below=1),
-        help="train on this share of each class, where there is no val or test",
+        help="train on this fraction of each class, and test on the rest, if there is no val or test",
     )
-    data.add_argument("--split_seed", default=0, type=seed_number, help="seed of that split, and of --max_images")
-    data.add_argument("--max_images", type=count, help="use this many randomly chosen images of each split")
+    data.add_argument("--split_seed", default=0, type=seed_number, help="seed for that split and for --max_images")
+    data.add_argument("--max_images", type=count, help="use at most this many randomly chosen images of each split")
     data.add_argument(
         "--max_bad_images", default=100, type=count_or_zero, help="unreadable images tolerated before the run fails"
     )
     data.add_argument(
         "--exact_decode",
         action="store_true",
-        help="decode and resize training images as upstream, to the bit; slower, with the same crops",
+        help="decode and resize training images exactly as upstream; slower, with the same crops",
     )
     data.add_argument("--shapes_images", default=10_000, type=count, help="training images of --data_set shapes")
     data.add_argument(
         "--num_workers",
         default=10,
         type=count_or_zero,
-        help="loader processes, at most one per CPU; their number changes no result",
+        help="loader processes, at most one per CPU; does not affect results",
     )
-    data.add_argument("--pin_mem", action="store_true", help="page-locked batches, for faster copies to a GPU; on")
+    data.add_argument(
+        "--pin_mem", action="store_true", help="page-locked batches, for faster copies to a GPU (default)"
+    )
     data.add_argument("--no_pin_mem", action="store_false", dest="pin_mem", help="turn that off")
     data.set_defaults(pin_mem=True)
 
 
 def add_config_argument(group: _ArgumentGroup) -> None:
-    group.add_argument("--config", metavar="FILE", help="YAML file of flags, as a run writes it; given flags win")
+    group.add_argument(
+        "--config", metavar="FILE", help="YAML file of flags, as written by a run; the command line wins"
+    )
 
 
 def named_folder(data_path: str) -> Path:
-    """What names the data: the folder, that of its shards, or the hub's name."""
+    """The path that names the data: its folder, that of its shards, or its name on the Hub."""
     path = Path(data_path.removeprefix("hf:"))
     return path.parent if path.suffix in (".tar", ".parquet") else path
 
 
 def add_statistics_arguments(group: _ArgumentGroup, default: str) -> None:
-    text = "of the pixels, which go from 0 to 1; a number, or one for each channel; default: " + default
+    text = "of the pixels, in [0, 1]; one number, or one per channel; default: " + default
     group.add_argument("--mean", type=number(at_least=0, at_most=1), nargs="+", help=f"mean {text}")
     group.add_argument("--std", type=number(above=0, at_most=1), nargs="+", help=f"standard deviation {text}")
 
 
 def add_saving_arguments(group: _ArgumentGroup) -> None:
-    """What a training run reads its settings from, where it is tracked, when it is saved, and how it resumes."""
+    """A training run's config file, trackers and checkpoints, and how it resumes."""
     add_config_argument(group)
     group.add_argument(
         "--track",
@@ -96,7 +100,7 @@ def add_saving_arguments(group: _ArgumentGroup) -> None:
         default=["tensorboard"],
         choices=TRACKERS,
         metavar="NAME",
-        help=f"any of {', '.join(TRACKERS)}; without a name: none",
+        help=f"trackers: any of {', '.join(TRACKERS)}; without a name: none",
     )
     group.add_argument(
         "--save_minutes",
@@ -108,49 +112,51 @@ def add_saving_arguments(group: _ArgumentGroup) -> None:
         "--save_every", default=20, type=count, help="epochs between checkpoint-N.pth; the last is always saved"
     )
     group.add_argument("--keep", default=0, type=count_or_zero, help="number of checkpoint-N.pth to keep; 0: all")
-    group.add_argument("--allow_changes", action="store_true", help="resume with other settings than before")
+    group.add_argument("--allow_changes", action="store_true", help="resume with different settings")
     group.add_argument(
-        "--start_epoch", default=0, type=count_or_zero, help="first epoch, from 0; a resumed run knows its own"
+        "--start_epoch", default=0, type=count_or_zero, help="first epoch, counted from 0; ignored on resuming"
     )
 
 
 def add_machine_arguments(parser: ArgumentParser) -> _ArgumentGroup:
     machine = parser.add_argument_group("machine and precision")
-    machine.add_argument("--device", help="cuda or cpu; default: cuda where there is a GPU")
+    machine.add_argument("--device", help="cuda or cpu; default: cuda if there is a GPU")
     machine.add_argument(
         "--amp",
         default="auto",
         choices=["auto", "bf16", "fp16", "tf32", "off"],
-        help="mixed precision; auto: bf16 where the GPU has it, fp16 on older GPUs, off on a CPU; off: float32; tf32: "
-        "float32 with faster, coarser matrix products",
+        help="mixed precision; auto: bf16 if the GPU has it, fp16 on older GPUs, off on a CPU; off: float32; tf32: "
+        "float32 with faster, less precise matrix products",
     )
     machine.add_argument(
         "--attention",
         default="auto",
         choices=["auto", "flash", "efficient", "cudnn", "math"],
-        help="attention kernel on a GPU; auto: flash, or efficient with a mask, but not cuDNN's",
+        help="attention kernel on a GPU; auto: flash, or efficient with a mask, never cuDNN's",
     )
-    machine.add_argument("--seed", default=0, type=seed_number, help="all randomness derives from it")
+    machine.add_argument("--seed", default=0, type=seed_number, help="seed from which all randomness derives")
     return machine
 
 
 def add_distributed_arguments(parser: ArgumentParser) -> None:
     dist = parser.add_argument_group("distributed (set by launchers)")
     dist.add_argument("--world_size", default=1, type=count, help="number of processes")
-    dist.add_argument("--local_rank", default=-1, type=number(int, at_least=-1), help="process number on this machine")
+    dist.add_argument(
+        "--local_rank", default=-1, type=number(int, at_least=-1), help="rank of the process on this machine"
+    )
     dist.add_argument("--dist_on_itp", action="store_true", help="not supported: use torchrun")
-    dist.add_argument("--dist_url", default="env://", help="where processes meet")
+    dist.add_argument("--dist_url", default="env://", help="rendezvous address of the processes")
 
 
 def add_encoder_arguments(parser: ArgumentParser) -> None:
-    """What is evaluated: an encoder, and how an image becomes one feature vector."""
+    """The encoder, and how it turns an image into a feature vector."""
     encoder = parser.add_argument_group("encoder")
     encoder.add_argument(
         "--finetune",
         "--checkpoint",
         default="",
         metavar="CHECKPOINT",
-        help="checkpoint of MAE or CL-MAE, a run's or transformers' folder, hf-hub:facebook/vit-mae-base, or "
+        help="MAE or CL-MAE checkpoint, a run's or transformers' folder, hf-hub:facebook/vit-mae-base, or "
         "timm/vit_base_patch16_224.mae; '': a random-weight baseline",
     )
     encoder.add_argument("--model", help="such as vit_base_patch16; default: the checkpoint's")
@@ -165,22 +171,22 @@ def add_encoder_arguments(parser: ArgumentParser) -> None:
 
 
 def add_result_arguments(parser: ArgumentParser) -> None:
-    """Where an evaluation leaves its results, and the features it extracts."""
+    """Where an evaluation writes its results and the features it extracts."""
     out = parser.add_argument_group("output and cache")
     add_config_argument(out)
     out.add_argument("--output_dir", default=DEFAULT_OUTPUT_DIR, help="results.jsonl, predictions; '' writes nothing")
     out.add_argument("--log_dir", default=DEFAULT_OUTPUT_DIR, help="TensorBoard; follows --output_dir unless given")
-    out.add_argument("--data_name", type=label, help="the data's name in tables; default: its folder or set")
-    out.add_argument("--no_cache", action="store_true", help="neither read nor write extracted features")
+    out.add_argument("--data_name", type=label, help="name of the data in tables; default: its folder or set")
+    out.add_argument("--no_cache", action="store_true", help="neither read nor write cached features")
     out.add_argument(
         "--verify_cache",
         action="store_true",
-        help="recognise images by their content, not by size and time of change; reads every file",
+        help="identify images by content, not by size and modification time; reads every file",
     )
 
 
 def add_evaluation_arguments(parser: ArgumentParser) -> None:
-    """All that an evaluation of a frozen encoder takes beside its own flags."""
+    """The flags shared by all evaluations of a frozen encoder."""
     add_encoder_arguments(parser)
     add_data_arguments(parser)
     add_result_arguments(parser)
@@ -191,19 +197,19 @@ def add_evaluation_arguments(parser: ArgumentParser) -> None:
 def add_image_arguments(parser: ArgumentParser, number: str) -> None:
     """Which images to look at: files, or a data set."""
     images = parser.add_argument_group("images (or a data set, below)")
-    images.add_argument("--images", nargs="+", default=[], help="image files, or folders with some")
-    images.add_argument("--num_images", type=count, help=f"default: {number}")
+    images.add_argument("--images", nargs="+", default=[], help="image files, or folders of images")
+    images.add_argument("--num_images", type=count, help=f"number of images; default: {number}")
     add_data_arguments(parser)
 
 
 def name_of_data(args: Namespace) -> str:
-    """In results, unless --data_name says otherwise."""
+    """The data's name in results, unless --data_name is given."""
     folder = args.data_set == "folder"
     return os.path.basename(os.path.realpath(named_folder(args.data_path))) if folder else args.data_set
 
 
 def refuse_unused_data_flags(args: Namespace) -> None:
-    """What has no effect would be recorded as if it had one."""
+    """Reject flags without effect: they would be recorded as if they had one."""
     parser = ArgumentParser()
     add_data_arguments(parser)
     of_folders = ("file_list", "num_classes", "class_list", "split", "image_column", "label_column")
@@ -221,7 +227,7 @@ def refuse_unused_data_flags(args: Namespace) -> None:
 
 
 def settle_shared_args(args: Namespace) -> None:
-    """Refuse what no single flag can tell, and fill in what follows from other flags."""
+    """Reject invalid combinations of flags, and fill in what follows from other flags."""
     refuse_unused_data_flags(args)
     if args.input_size is not None:
         sides = [args.input_size] if isinstance(args.input_size, int) else list(args.input_size)
@@ -231,7 +237,9 @@ def settle_shared_args(args: Namespace) -> None:
     if args.dist_on_itp or (args.world_size > 1 and "WORLD_SIZE" not in os.environ):
         raise UserError("--dist_on_itp and --world_size start nothing; use torchrun for several processes")
     for name in getattr(args, "track", []):
-        if (spec := importlib.util.find_spec(name)) is None or spec.origin is None:  # a folder of that name has none
+        if (
+            spec := importlib.util.find_spec(name)
+        ) is None or spec.origin is None:  # a folder of that name has no origin
             raise UserError(f"--track {name} needs a package that is not installed: pip install {name}")
     if args.log_dir == DEFAULT_OUTPUT_DIR:
         args.log_dir = args.output_dir

@@ -1,14 +1,14 @@
-"""Checkpoints: what they hold, written whole or not at all, read without running anything.
+"""Checkpoints: their content, written atomically and read without running any code they contain.
 
 A training checkpoint is a dict of tensors and plain types:
     model, optimizer, scaler            state dicts with upstream's keys
-    cmm, optimizer_cmm, scaler_cmm      the same of a learned masking strategy, else absent
+    cmm, optimizer_cmm, scaler_cmm      the same for a learned masking strategy, else absent
     epoch       the last complete epoch, counted from 0
-    step        updates of the whole run so far; beyond those of `epoch`, an epoch has begun
-    log         what that epoch has logged so far; None between epochs
-    moment      where the curriculum stood: mask_ratio and, if masks follow it, lambda_cl
+    step        updates of the whole run so far, including those of an incomplete epoch
+    log         what the incomplete epoch has logged so far; None between epochs
+    moment      the state of the curriculum: mask_ratio and, if masks follow it, lambda_cl
     args        the run's flags and what was derived from them
-FORM says what each entry must be. Files of weights alone, and upstream's, lack some.
+FORM defines what each entry must be. Weights-only and upstream files lack some.
 """
 
 import argparse
@@ -37,10 +37,10 @@ from util.cli import UserError, logger
 from util.hub import fetch_snapshot, in_our_terms, is_hub_name, weights_in
 
 SAFETENSORS = ".safetensors"
-SUM = "sha256"  # in the header of a safetensors file: of all its content
-HOST = re.sub(r"[^\w.]", "_", socket.gethostname())[:24]  # as part of a file's name
-STALE = 3600  # seconds after which nobody is writing a partial file any more
-LAST = "checkpoint-last.pth"  # the newest state of a run, mostly from the middle of an epoch
+SUM = "sha256"  # key in the header of a safetensors file: the hash of all its content
+HOST = re.sub(r"[^\w.]", "_", socket.gethostname())[:24]  # as part of a file name
+STALE = 3600  # seconds after which a partial file is considered abandoned
+LAST = "checkpoint-last.pth"  # the newest state of a run, usually from the middle of an epoch
 
 
 # --- The form of a checkpoint ---
@@ -59,7 +59,7 @@ def is_text(value: Any) -> bool:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether values compare by ==, as flags do."""
+    """Whether the value consists of plain types, which compare by ==, as flags do."""
     if isinstance(value, dict):
         return all(map(is_plain, [*value, *value.values()]))
     return all(map(is_plain, value)) if isinstance(value, list | tuple) else isinstance(value, PLAIN)
@@ -70,7 +70,7 @@ def is_named(value: Any) -> bool:
 
 
 def is_optimizer_state(value: Any) -> bool:
-    """Parameters are known by their number. What is kept of each is compared with its shape on loading."""
+    """Parameters are identified by number. The state of each is compared with its shape on loading."""
     numbers = [number for group in value["param_groups"] for number in group["params"]]
     kept = value["state"]
     return numbers == list(range(len(numbers))) and kept.keys() <= set(numbers) and all(map(is_named, kept.values()))
@@ -111,7 +111,7 @@ FORM: dict[str, Callable[[Any], bool]] = {
     "args": or_none(lambda value: is_named(value) and is_plain(value)),
     "metadata": lambda value: is_named(value) and all(map(is_text, value.values())),
 }
-FLAGS: dict[str, Callable[[Any], bool]] = {  # those among `args` that are read
+FLAGS: dict[str, Callable[[Any], bool]] = {  # the entries of `args` that are read
     "input_size": is_image_size,
     "classes": or_none(lambda value: all(map(is_text, value))),
     **dict.fromkeys(("masking", "select", "soft", "kl", "diversity", "data_set"), is_text),
@@ -129,11 +129,11 @@ FLAGS: dict[str, Callable[[Any], bool]] = {  # those among `args` that are read
 
 
 def check_form(entries: dict, form: dict[str, Callable[[Any], bool]], source: str) -> None:
-    """Refuse entries that are not what they must be, by name."""
+    """Reject malformed entries, by name."""
     for name, check in form.items():
         try:
             fits = name not in entries or check(entries[name])
-        except Exception:  # a check may take its value for what it should be
+        except Exception:  # a check may assume the type it expects
             fits = False
         if not fits:
             raise UserError(f"{source} is damaged, or of another program: `{name}` is {reprlib.repr(entries[name])}")
@@ -150,39 +150,39 @@ def check_checkpoint(checkpoint: dict, source: str) -> None:
         raise UserError(f"{source} is damaged, or of another program: `epoch` is {epoch} of {epochs}")
 
 
-# --- What it says ---
+# --- The content of a checkpoint ---
 
 
 def training_checkpoint(
     states: dict[str, dict], *, epoch: int, step: int, log: dict | None, moment: dict, args: argparse.Namespace
 ) -> dict:
-    """The content of a training checkpoint; `states` are the networks', optimizers' and scalers'."""
+    """The content of a training checkpoint; `states` are those of networks, optimizers and scalers."""
     return {**states, "epoch": epoch, "step": step, "log": log, "moment": moment, "args": vars(args)}
 
 
 def on_host(value: Any) -> Any:
-    """A copy in host memory of all tensors in nested dicts and lists; what training changes next does not reach it."""
+    """A copy in host memory of all tensors in nested dicts and lists, unaffected by further training."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
-        copied = copy.copy(value)  # with the module versions that come with a state dict
+        copied = copy.copy(value)  # keeps the module versions attached to a state dict
         copied.update((name, on_host(part)) for name, part in value.items())
         return copied
     return type(value)(map(on_host, value)) if isinstance(value, list | tuple) else value
 
 
 def weights_of(checkpoint: dict) -> dict[str, torch.Tensor]:
-    """The autoencoder's or classifier's weights; a file may also hold nothing else."""
+    """The autoencoder's or classifier's weights; a file may also be a bare state dict."""
     return checkpoint.get("model", checkpoint)
 
 
 def settings_of(checkpoint: dict) -> dict:
-    """The run's flags; empty where the file does not tell."""
+    """The run's flags; empty if the file has none."""
     return checkpoint.get("args") or {}
 
 
 def lambda_cl_of(checkpoint: dict) -> float | None:
-    """lambda_CL at the moment of a checkpoint, or None where masks do not follow it."""
+    """lambda_CL at the time of a checkpoint, or None if masks do not follow it."""
     if "moment" in checkpoint:
         return checkpoint["moment"].get("lambda_cl")
     if "cmm" not in checkpoint:
@@ -193,11 +193,11 @@ def lambda_cl_of(checkpoint: dict) -> float | None:
         return 0.0
     try:
         step, log = checkpoint["step"], checkpoint.get("log")
-        # Within an epoch its log tells its length; between epochs the steps so far do.
+        # Within an epoch, its log gives its length; between epochs, the number of steps so far does.
         per_epoch = log["iterations"] // settings["accum_iter"] if log else step // (checkpoint["epoch"] + 1)
         return 1 - (1 - settings["lambda_cl_end"]) * step / (settings["epochs"] * per_epoch)
     except (KeyError, ZeroDivisionError):
-        return None  # it does not tell
+        return None  # not recorded
 
 
 # --- Writing ---
@@ -208,13 +208,13 @@ def save_checkpoint(path: Path, state: dict) -> None:
 
 
 def save_safetensors(path: Path, weights: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    """All or nothing, as `save_checkpoint`. The library's own writer reports a full disk in an error of its own."""
+    """All or nothing, like `save_checkpoint`. The library's own writer reports a full disk by its own error type."""
     header = {**metadata, SUM: content_sum(weights, metadata)}
     write_whole(path, lambda file: file.write(safetensors.torch.save(weights, header)))
 
 
 def content_sum(weights: dict[str, torch.Tensor], metadata: dict[str, str]) -> str:
-    """Of all that a safetensors file holds, for the format itself has no checksum."""
+    """A checksum of the whole content of a safetensors file, as the format itself has none."""
     digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
     for name in sorted(weights):
         value = weights[name].detach().cpu().contiguous()
@@ -225,12 +225,12 @@ def content_sum(weights: dict[str, torch.Tensor], metadata: dict[str, str]) -> s
 
 @contextmanager
 def replaced(path: Path) -> Iterator[BinaryIO]:
-    """A file to write, so that `path` holds its old content or all of the new one, whatever happens meanwhile."""
-    if path.exists() and not path.is_file():  # root would put a file in the place of /dev/null
+    """A file to write, such that `path` holds either its old content or all of the new, whatever happens."""
+    if path.exists() and not path.is_file():  # root would replace /dev/null by a file
         raise UserError(f"{path} cannot be replaced: it is not a regular file")
     drop_stale_partials(path.parent)
     partial = partial_of(path)
-    partial.unlink(missing_ok=True)  # what an earlier process of this number left may be a name of a whole checkpoint
+    partial.unlink(missing_ok=True)  # a leftover of an earlier process with this id may be a hard link to a checkpoint
     try:
         with open(partial, "wb") as file:
             yield file
@@ -244,12 +244,12 @@ def replaced(path: Path) -> Iterator[BinaryIO]:
 
 
 def partial_of(path: Path) -> Path:
-    """The name of a file while this process writes it."""
+    """The temporary name of a file while this process writes it."""
     return path.with_name(f"{path.name}.{HOST}-{os.getpid()}.partial")
 
 
 def drop_stale_partials(folder: Path) -> None:
-    """Remove what killed processes were writing: those of this machine that are gone, and all that nobody touches."""
+    """Remove what killed processes were writing: files of dead processes on this machine, and any that are stale."""
     for partial in folder.glob("*.partial"):
         with suppress(OSError):
             ours = re.fullmatch(rf".*\.{re.escape(HOST)}-(\d+)\.partial", partial.name)
@@ -258,7 +258,7 @@ def drop_stale_partials(folder: Path) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether there is such a process on this machine."""
+    """Whether a process with this id exists on this machine."""
     try:
         os.kill(pid, 0)
     except OverflowError:
@@ -278,7 +278,7 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """What the system said, below what torch made of it."""
+    """The operating system's error, underneath torch's."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno:
@@ -288,12 +288,12 @@ def reason_of(error: BaseException) -> str:
 
 
 def link_checkpoint(existing: Path, path: Path) -> None:
-    """Give a checkpoint a second name: at once where the file system has hard links, else by a copy."""
+    """Give a checkpoint a second name: by a hard link if the file system supports it, else by a copy."""
     partial = partial_of(path)
     partial.unlink(missing_ok=True)
     with suppress(OSError):
         os.link(existing, partial)
-    # Trust the file, not the reply: NFS may report an error for a link that it made.
+    # Trust the file, not the return code: NFS may report an error for a link that it did make.
     if partial.exists() and partial.samefile(existing):
         put_in_place(partial, path)
     else:
@@ -302,13 +302,13 @@ def link_checkpoint(existing: Path, path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """All or nothing, as `save_checkpoint`."""
+    """All or nothing, like `save_checkpoint`."""
     with replaced(path) as file:
-        file.write(os.fsencode(text))  # names of files need not be UTF-8
+        file.write(os.fsencode(text))  # file names need not be UTF-8
 
 
 def put_in_place(partial: Path, path: Path) -> None:
-    """Rename a complete file, and make the new name last through a crash of the machine."""
+    """Rename a complete file, and make the new name survive a crash of the machine."""
     os.replace(partial, path)
     with suppress(OSError):  # some file systems cannot sync a folder, and the file is in place
         folder = os.open(path.parent, os.O_RDONLY)
@@ -324,21 +324,21 @@ def put_in_place(partial: Path, path: Path) -> None:
 def load_checkpoint(path: str | Path, *, check: bool = True, mapped: bool = False) -> dict:
     """Read a checkpoint of this project or of upstream MAE onto the CPU; `args` comes back as a dict.
 
-    Upstream pickles an argparse.Namespace into its files, which is the one class allowed here. Anything else that
-    would run code is refused before it runs. A .safetensors file gives `model`, `metadata` (its header), and of `args`
-    what that header tells. Weights of transformers and timm get our names, and the settings beside them are `args`.
+    Upstream pickles an argparse.Namespace into its files, which is the only class allowed here. Anything else that
+    could run code is rejected before it runs. A .safetensors file gives `model`, `metadata` (its header), and the
+    `args` in that header. Weights of transformers and timm get our names, and the settings beside them are `args`.
 
     Without `check`, checksums are not verified: for a file that was checked before, or whose tensors do not matter.
-    `mapped` tensors stay on the disk until they are used, and the processes of a machine share them. Copy those that
-    outlive the loading: the file may be deleted.
+    `mapped` tensors stay on disk until they are used, and the processes of a machine share them. Copy those that are
+    kept after loading: the file may be deleted.
     """
     source = f"the checkpoint {path}"
     try:
         if not (os.path.isfile(path) or os.path.isdir(path)) and os.path.exists(path):
-            raise Damaged("it is not a regular file")  # a pipe would be waited for
+            raise Damaged("it is not a regular file")  # reading a pipe would block
         checkpoint = read_safetensors(path) if Path(path).suffix == SAFETENSORS else read_pth(path, check, mapped)
         checkpoint = in_our_terms(checkpoint, Path(path))
-    except Exception as error:  # zipfile, zlib, pickle, torch and safetensors have many for a damaged file
+    except Exception as error:  # zipfile, zlib, pickle, torch and safetensors raise many kinds for a damaged file
         if isinstance(error, MemoryError) or "allocate memory" in str(error):
             raise
         raise UserError(fault_of(error, source)) from None
@@ -351,8 +351,7 @@ def load_checkpoint(path: str | Path, *, check: bool = True, mapped: bool = Fals
 
 
 def fault_of(error: Exception, source: str) -> str:
-    """What is wrong with a file that cannot be read. Of torch's text only a fact is passed on, not its advice to load
-    the file all the same."""
+    """What is wrong with a file that cannot be read. Torch's advice to load the file anyway is not passed on."""
     if isinstance(error, OSError) and error.errno in (errno.ENOENT, errno.EISDIR, errno.EACCES):
         return f"cannot read {source}: {os.strerror(error.errno)}"
     if foreign := re.search(r"GLOBAL (\S+)", str(error)):
@@ -362,7 +361,7 @@ def fault_of(error: Exception, source: str) -> str:
 
 
 class Damaged(Exception):
-    """What a checksum says of a file."""
+    """The file is not intact, or not a regular file."""
 
 
 def read_pth(path: str | Path, check: bool, mapped: bool) -> Any:
@@ -371,12 +370,12 @@ def read_pth(path: str | Path, check: bool, mapped: bool) -> Any:
     if check and zipped:
         check_sums(path)
     with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, of a file that is then refused
+        warnings.simplefilter("ignore")  # torch's, about a file that is then rejected
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and zipped)
 
 
 def read_safetensors(path: str | Path) -> dict:
-    open(path, "rb").close()  # for an error with a number, which the library's has not
+    open(path, "rb").close()  # raises an error with an errno, which the library's lacks
     with safetensors.safe_open(path, framework="pt") as file:
         metadata, names = file.metadata() or {}, file.keys()
         weights = {name: file.get_tensor(name) for name in names}
@@ -387,21 +386,21 @@ def read_safetensors(path: str | Path) -> dict:
 
 
 def args_in(metadata: dict[str, str]) -> dict:
-    """The flags that a model needs, from a header of texts; those in another form are another program's."""
+    """The flags that a model needs, from a header of strings; those in other formats are another program's."""
     forms = {"input_size": r"\[\d+, \d+\]", "mask_ratio": r"0\.\d+", "norm_pix_loss": "true|false"}
     forms |= dict.fromkeys(("mean", "std"), r"\[\d+(\.\d+)?(, \d+(\.\d+)?)*\]")
     return {name: json.loads(metadata[name]) for name in forms if re.fullmatch(forms[name], metadata.get(name, ""))}
 
 
 def check_sums(path: str | Path) -> None:
-    """Refuse a file whose content is not what was written: torch itself does not look at the sums that it writes."""
+    """Reject a file whose content is not what was written: torch does not verify the checksums it writes."""
     with zipfile.ZipFile(path) as file:
         if damaged := file.testzip():
             raise Damaged(f"the checksum of {damaged} is wrong")
 
 
 def load_weights(model: torch.nn.Module, state_dict: dict, source: str) -> None:
-    """Load strictly, and name what does not fit."""
+    """Load strictly, and report what does not fit."""
     check_weights(model, state_dict, source)
     model.load_state_dict(state_dict)
 
@@ -422,24 +421,24 @@ def check_weights(model: torch.nn.Module, state_dict: dict, source: str) -> None
 
 
 def check_heads(model: torch.nn.Module, checkpoint: dict, source: str) -> None:
-    """Refuse what loads but computes something else: no weight tells the number of heads, but a config.json does."""
+    """Reject what loads but computes something else: weights do not reveal the number of heads, a config.json does."""
     for name, blocks in {"num_heads": "blocks", "decoder_num_heads": "decoder_blocks"}.items():
         told = settings_of(checkpoint).get(name)
         own = getattr(model, blocks)[0].attn.num_heads if told and hasattr(model, blocks) else told
         if told != own:
             raise UserError(
-                f"{source} has {name} {told}, but this model has {own}; its weights would mean another thing"
+                f"{source} has {name} {told}, but this model has {own}; the weights would compute something else"
             )
 
 
 def check_numbers(state_dict: dict, source: str, counters: Collection[str] = ()) -> None:
-    """Refuse what is no weight: all are finite floating-point tensors, but for `counters`, which are integers."""
+    """Reject invalid weights: all must be finite floating-point tensors, except for `counters`, which are integers."""
     for key, value in state_dict.items():
         plain = isinstance(value, torch.Tensor) and value.layout == torch.strided
         if not plain or value.is_quantized or value.is_meta:
             raise UserError(f"{source}: {key} is not a plain tensor")
         if value.is_floating_point() == (key in counters) or value.dtype == torch.bool or value.is_complex():
-            raise UserError(f"{source}: {key} is of type {value.dtype}, which is no weight's")
+            raise UserError(f"{source}: {key} is of type {value.dtype}, which weights cannot have")
         if not bool(value.float().isfinite().all()):
             raise UserError(f"{source}: {key} is not finite; did the training diverge? Take an earlier checkpoint")
 
@@ -450,8 +449,8 @@ def some_of(keys: list[str], most: int = 5) -> str:
 
 
 def resolve_checkpoint(path: str, flag: str = "--finetune") -> Path:
-    """The file that `path` names: itself; of a run's folder the newest checkpoint, of a whole epoch if there is any; or
-    the weights of a snapshot of transformers or timm, given by its folder or by its name on the Hugging Face Hub."""
+    """The file that `path` refers to: itself; the newest checkpoint of a run's folder, preferably of a complete epoch;
+    or the weights of a transformers or timm snapshot, given by its folder or its name on the Hugging Face Hub."""
     found = fetch_snapshot(path, flag) if is_hub_name(path) else Path(path)
     if not found.is_dir():
         return found
@@ -477,7 +476,7 @@ def number_of(path: Path) -> int:
 
 
 def newest_checkpoint(folder: Path) -> tuple[dict, Path] | None:
-    """The checkpoint of `folder` that got furthest and can be read, mapped. Damaged ones are reported and skipped."""
+    """The most advanced readable checkpoint of `folder`, mapped. Damaged ones are reported and skipped."""
     last = read_or_report(folder / LAST) if (folder / LAST).exists() else None
     for path in numbered_checkpoints(folder):
         if last is not None and last.get("epoch", -1) >= number_of(path):

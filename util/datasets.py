@@ -1,6 +1,6 @@
-"""From images to batches: transforms, and one seeded loader over any source.
+"""From images to batches: transforms, and one seeded loader for any source.
 
-A sample depends on (seed, epoch, index) only, not on the number of workers or on interruptions.
+A sample depends only on (seed, epoch, index), not on the number of workers or on interruptions.
 """
 
 import multiprocessing
@@ -56,17 +56,17 @@ class Augmentation:
 
 
 def pretrain_augmentation(args: Namespace) -> Augmentation:
-    """Upstream's for pretraining: a crop of 20 to 100 % of the area, and a flip."""
+    """Upstream's augmentation for pretraining: a crop of 20 to 100% of the area, and a flip."""
     return Augmentation(args.input_size, MODES[args.in_chans], draw_crop, args.exact_decode)
 
 
 def probe_augmentation(args: Namespace) -> Augmentation:
-    """Upstream's for linear probing: a crop of 8 to 100 % of the area, and a flip."""
+    """Upstream's augmentation for linear probing: a crop of 8 to 100% of the area, and a flip."""
     return Augmentation(args.input_size, MODES[args.in_chans], draw_crop_once, args.exact_decode)
 
 
 def build_eval_transform(args: Namespace) -> v2.Transform:
-    """Upstream's for evaluation: resize, then centre crop; up to 224 px the crop is 7/8 of the resized side."""
+    """Upstream's evaluation transform: resize, then centre crop; up to 224 px the crop is 7/8 of the resized side."""
     crop = (
         v2.Resize(resized_side(args.input_size), interpolation=InterpolationMode.BICUBIC),
         v2.CenterCrop(args.input_size),
@@ -80,7 +80,7 @@ def build_eval_transform(args: Namespace) -> v2.Transform:
 
 
 def resized_side(input_size: Sequence[int]) -> int:
-    """What the shorter side is resized to before the centre crop."""
+    """The length of the shorter side after resizing, before the centre crop."""
     side = max(input_size)
     return int(side * 256 / 224) if side <= 224 else side
 
@@ -97,13 +97,13 @@ def on_device(device: torch.device, *values: float) -> torch.Tensor:
 
 
 def pixel_statistics(in_chans: int, mean: Values = None, std: Values = None) -> tuple[list[float], list[float]]:
-    """`--mean` and `--std` for each channel; by default ImageNet's."""
+    """`--mean` and `--std` per channel; by default ImageNet's."""
     mean = per_channel("mean", mean, IMAGENET_DEFAULT_MEAN, in_chans)
     return mean, per_channel("std", std, IMAGENET_DEFAULT_STD, in_chans)
 
 
 def per_channel(name: str, values: Values, imagenet: Sequence[float], in_chans: int) -> list[float]:
-    """ImageNet's are averaged over channels for grey images, and 0.5 for an alpha channel."""
+    """By default ImageNet's, averaged over channels for grey images, with 0.5 for an alpha channel."""
     if values is None:
         return [sum(imagenet) / 3] if in_chans == 1 else [*imagenet, *[0.5] * (in_chans - 3)]
     if len(values) not in (1, in_chans):
@@ -117,7 +117,7 @@ def per_channel(name: str, values: Values, imagenet: Sequence[float], in_chans: 
 class ImageDataset(Dataset):
     """Transformed images, keyed by (epoch, index). An unreadable image is replaced by the next one.
 
-    A sample is (image, label, names of the unreadable images that it replaces).
+    A sample is (image, label, names of the unreadable images it replaces).
     """
 
     def __init__(self, source: Source, transform: Callable[..., torch.Tensor], mode: str, max_bad_images: int = 100):
@@ -143,7 +143,7 @@ class ImageDataset(Dataset):
 
 
 class AugmentedDataset(ImageDataset):
-    """Augmented images for training; each view depends on (seed, epoch, index) only."""
+    """Augmented images for training; each view depends only on (seed, epoch, index)."""
 
     def __init__(self, source: Source, augmentation: Augmentation, seed: int, max_bad_images: int = 100):
         super().__init__(source, augmentation, augmentation.mode, max_bad_images)
@@ -154,12 +154,12 @@ class AugmentedDataset(ImageDataset):
 
 
 class EpochBatches(Sampler):
-    """Batches of (epoch, index) keys, in an order that depends on (seed, epoch) only.
+    """Batches of (epoch, index) keys, in an order that depends only on (seed, epoch).
 
-    Each rank takes its slice of a global batch, so the same images form a batch whatever the number of ranks. An
-    incomplete global batch is dropped, as upstream does, and so is an incomplete accumulation. `subset` holds the
-    indices to draw from, if not all. The length is that of an epoch. Iteration begins at `start`, a batch of an epoch,
-    and runs through all `epochs` without a break: loaders fetch the next epoch while one ends.
+    Each rank takes its slice of a global batch, so the same images form a batch for any number of ranks. An incomplete
+    global batch is dropped, as upstream, and so is an incomplete accumulation. `subset` holds the indices to draw from,
+    if not all. The length is that of an epoch. Iteration begins at `start` = (epoch, batch) and runs through all
+    `epochs` without a break, so loaders prefetch the next epoch while one ends.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class ImageLoader:
     """Batches (imgs uint8 [B, C, H, W], labels [B], indices [B] in the data set) of one epoch at a time; keeps track of
     unreadable images.
 
-    `normalise` turns them into the networks' input, on the device. `collate_fn` is for images in another form.
+    `normalise` turns the images into the networks' input, on the device. `collate_fn` is for images in other formats.
     """
 
     def __init__(
@@ -242,7 +242,7 @@ class ImageLoader:
         self.fetcher = Fetcher(dataset, batches, collate_fn, num_workers=num_workers, pin_mem=pin_mem)
 
     def set_epoch(self, epoch: int, first_batch: int = 0) -> None:
-        """What to iterate over next; batches before `first_batch` are not even loaded."""
+        """Set what to iterate over next; batches before `first_batch` are not loaded."""
         self.start = (epoch, first_batch)
 
     def __len__(self) -> int:
@@ -250,7 +250,7 @@ class ImageLoader:
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         epoch, first_batch = self.start
-        if self.start != self._next:  # otherwise the workers have begun on it
+        if self.start != self._next:  # otherwise the workers have already started on it
             self.batches.start = self.start
             self.fetcher.restart()
         for batch, keys in enumerate(self.batches.of_epoch(epoch, first_batch), start=first_batch + 1):
@@ -261,15 +261,15 @@ class ImageLoader:
             yield imgs, labels, index.pin_memory() if labels.is_pinned() else index
 
     def share_bad_images(self) -> None:
-        """Combine all processes' counts: the first process logs, and the limit holds for the total."""
+        """Combine all processes' counts: the first process logs, and the limit applies to the total."""
         self.bad_images.add([name for names in gather_objects(sorted(self.bad_images.names)) for name in names])
 
 
 class Fetcher:
-    """Batches of samples, one by one, in the order of `batches`, made by loader processes.
+    """Batches of samples, one by one, in the order of `batches`, loaded by worker processes.
 
-    If these fail, this process makes the batch, and those after it; `fault` tells why. Samples are the same wherever
-    they are made, so a run can reach the next moment at which it can be saved.
+    If these fail, this process loads that batch and all later ones, and `fault` says why. Samples are the same wherever
+    they are loaded, so a run can continue to the next point at which it can be saved.
     """
 
     def __init__(
@@ -284,7 +284,7 @@ class Fetcher:
         self.dataset, self.collate_fn = dataset, collate_fn
         self.fault: str | None = None
         cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.num_workers = min(num_workers, cpus)  # more would only compete, and torch warns of them
+        self.num_workers = min(num_workers, cpus)  # more would only compete, and torch warns about them
         self._processes = []
         self._loader = DataLoader(
             dataset,
@@ -298,12 +298,12 @@ class Fetcher:
         )
 
     def restart(self) -> None:
-        """From the first batch, which may be another one now."""
+        """Start from the first batch, which may have changed."""
         if self.fault is None:
             self._attempt(self._start)
 
     def fetch(self, keys: list[tuple[int, int]]) -> Batch:
-        """The next batch, which is known to be of `keys`."""
+        """The next batch, whose keys are known to be `keys`."""
         batch = self._attempt(lambda: next(self._stream)) if self.fault is None else None
         return batch or self.collate_fn([self.dataset[key] for key in keys])
 
@@ -311,32 +311,32 @@ class Fetcher:
         self._stream = iter(self._loader)
         self._processes = multiprocessing.active_children()
         if self.num_workers:
-            # When one of them ends, torch would raise an error in the middle of whatever this process does. Waiting for
-            # a batch reveals it, too, within five seconds.
+            # When a worker ends, torch would raise an error in the middle of whatever this process is doing. Waiting
+            # for a batch also reveals it, within five seconds.
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
     def _attempt(self, action: Callable[[], Batch | None]) -> Batch | None:
         try:
             return action()
-        except Exception as error:  # torch raises almost anything; a fault of our own recurs in this process
+        except Exception as error:  # torch raises almost anything; a bug of our own recurs in this process
             if not self.num_workers:
                 raise
             self.fault = self._cause(error)
             logger.warning("%s", self.fault)
-            # Torch cannot destroy what it has only half built, and what is reported then says nothing of the cause.
+            # Torch cannot clean up a half-built iterator, and what it then reports does not reveal the cause.
             report, sys.unraisablehook = sys.unraisablehook, lambda _: None
             error.__traceback__ = None
             sys.unraisablehook = report
             return None
 
     def _cause(self, error: Exception) -> str:
-        """A sentence, with what to do. How a process ended tells more than the error that follows from it."""
+        """A sentence, with advice. How a process ended is more telling than the error that follows."""
         sentinels = [each.sentinel for each in self._processes]
         ended = multiprocessing.connection.wait(sentinels, timeout=1) if sentinels else []
         for each in self._processes:
             each.join(1 if each.sentinel in ended else 0)  # a sentinel may be a moment ahead of the exit code
         ended_by = [-each.exitcode for each in self._processes if each.exitcode]
-        if signal.SIGBUS in ended_by:  # memory that is mapped, but not there
+        if signal.SIGBUS in ended_by:  # memory that is mapped but not available
             return SHM_FULL
         if cause := shortage(error):
             return cause
@@ -354,7 +354,7 @@ def collate(samples: Samples) -> Batch:
 
 
 def collate_augmented(samples: Samples) -> Batch:
-    """Keeps channels last in memory: reordering on the CPU would cost more than the rest of collating."""
+    """Keeps images channels last: reordering on the CPU would cost more than the rest of collating."""
     images, labels, bad = collate([(image.permute(1, 2, 0), label, bad) for image, label, bad in samples])
     return images.permute(0, 3, 1, 2), labels, bad
 
@@ -394,6 +394,6 @@ def count_steps(data_loader: ImageLoader, args: Namespace) -> int:
 def build_eval_dataset(
     args: Namespace, split: str, classes: list[str] | None = None, listing: Listing | None = None
 ) -> ImageDataset:
-    """The split without augmentation, so the epoch in a key does not matter; the rest as in `build_source`."""
+    """The split without augmentation, so the epoch in a key does not matter; other arguments as in `build_source`."""
     source = build_source(args, split, classes, listing)
     return ImageDataset(source, build_eval_transform(args), MODES[args.in_chans], args.max_bad_images)

@@ -13,7 +13,7 @@ Rate = TypeVar("Rate", float, torch.Tensor)  # one, or several at once
 def learning_rate(
     epoch: float, *, lr: Rate, min_lr: float, warmup_epochs: float, epochs: float, schedule: str = "cosine"
 ) -> Rate:
-    """The rate at a (fractional) epoch: linear warm-up to `lr`, then half a cosine to `min_lr`, or constant."""
+    """The rate at a (fractional) epoch: linear warm-up to `lr`, then a half-cosine decay to `min_lr`, or constant."""
     if epoch < warmup_epochs:
         return lr * epoch / warmup_epochs
     if schedule == "constant":
@@ -23,7 +23,7 @@ def learning_rate(
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float | torch.Tensor) -> None:
-    """Give every parameter group the rate `lr`, times its own `lr_scale` if it has one."""
+    """Set the rate of every parameter group to `lr`, times its `lr_scale` if it has one."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
 

@@ -27,12 +27,12 @@ from torch.optim import Optimizer
 
 from util.cli import STOP_SIGNALS, Interrupted, UserError, logger, orphaned, place_in_world, silence
 
-PATIENCE = datetime.timedelta(minutes=10)  # how long processes wait for one that does not answer
-PATIENCE_TO_MEET = datetime.timedelta(minutes=2)  # and for one that has not come yet
-HEARTBEAT = 30  # seconds between signs of life of a process that others wait for
+PATIENCE = datetime.timedelta(minutes=10)  # how long processes wait for an unresponsive one
+PATIENCE_TO_MEET = datetime.timedelta(minutes=2)  # and for one that has not joined yet
+HEARTBEAT = 30  # seconds between heartbeats of a process that others wait for
 Result = TypeVar("Result")
-# What --attention switches on. Torch's plain "math" is always left for what these cannot run: flash takes no mask.
-# cuDNN's, which torch may prefer on an H100, has a record of wrong results.
+# The kernels that --attention enables. Torch's "math" stays enabled as a fallback: flash, for one, takes no mask.
+# cuDNN's, which torch may prefer on an H100, has a history of wrong results.
 SDPA_KERNELS = {
     "auto": ("flash", "mem_efficient"),
     "flash": ("flash",),
@@ -43,8 +43,8 @@ SDPA_KERNELS = {
 
 
 def derive_seed(*keys: int | str) -> int:
-    """A seed that is a function of its keys alone, such as ("crop", seed, epoch, index): the same on every machine,
-    in every worker, and wherever a run was interrupted."""
+    """A seed that depends only on its keys, such as ("crop", seed, epoch, index): the same on every machine, in every
+    worker, and wherever a run was interrupted."""
     digest = hashlib.blake2b(repr(keys).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1  # torch takes 63 bits
 
@@ -54,21 +54,21 @@ def generator(*keys: int | str) -> torch.Generator:
 
 
 def seed_globals(*keys: int | str) -> None:
-    """Make what random, numpy and torch draw next from their global generators a function of `keys`.
+    """Seed the global generators of random, numpy and torch from `keys`.
 
-    For libraries that can be given no generator, such as timm's augmentations. Whoever draws seeds before, so nobody
-    needs to restore what was there.
+    For libraries that accept no generator, such as timm's augmentations. Every user seeds before drawing, so there is
+    no earlier state to restore.
     """
     seed = derive_seed(*keys)
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002 (the generator that timm draws from)
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():  # not so in loader processes
+    if torch.cuda.is_initialized():  # it is not in loader processes
         torch.cuda.manual_seed_all(seed)
 
 
 def pick_device(name: str | None) -> torch.device:
-    """What `--device` names; by default a GPU where there is one."""
+    """The device given by `--device`; by default a GPU if there is one."""
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -83,32 +83,32 @@ def pick_device(name: str | None) -> torch.device:
 
 
 def set_up_device(name: str | None, attention: str = "auto", amp: str = "auto") -> torch.device:
-    """The device that `--device` names, now this process's current one, and which kernels run there."""
+    """Make the device given by `--device` this process's current one, and choose its kernels."""
     device = pick_device(name)
     if device.type != "cuda":
         return device
-    number = int(os.environ.get("LOCAL_RANK", device.index or 0))  # a launcher's word counts more than a flag's
+    number = int(os.environ.get("LOCAL_RANK", device.index or 0))  # the launcher overrides the flag
     device = torch.device("cuda", own_gpu(number, torch.cuda.device_count()))
     torch.cuda.set_device(device)
     for kernel in ("flash", "mem_efficient", "cudnn"):
         getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(kernel in SDPA_KERNELS[attention])
-    torch.backends.cudnn.benchmark = True  # the one convolution, of the patch embedding, has fixed shapes
-    # TF32 only where it is asked for. Torch's own default is no for matrix products, but yes for convolutions.
+    torch.backends.cudnn.benchmark = True  # the only convolution, the patch embedding, has fixed shapes
+    # TF32 only on request. By default torch uses it for convolutions, but not for matrix products.
     torch.set_float32_matmul_precision("high" if amp == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = amp == "tf32"
     return device
 
 
 def attention_kernels(attention: str, device: torch.device) -> str:
-    """The names of what `--attention` means on `device`; torch takes the first that can run."""
+    """The kernels that `--attention` enables on `device`; torch uses the first that can run."""
     return ", ".join([*SDPA_KERNELS[attention], "math"]) if device.type == "cuda" else "the CPU's own"
 
 
 @contextmanager
 def full_float32() -> Iterator[None]:
-    """Inside, matrix products are not rounded to TF32, whatever `--amp` says."""
+    """Compute matrix products in full float32, not TF32, whatever `--amp` says."""
     before = torch.get_float32_matmul_precision()
-    if before == "highest":  # setting it again would be a change to torch.compile, which would start over
+    if before == "highest":  # setting it again would make torch.compile recompile
         yield
         return
     torch.set_float32_matmul_precision("highest")
@@ -121,7 +121,7 @@ def full_float32() -> Iterator[None]:
 def init_distributed_mode(args: argparse.Namespace) -> torch.device:
     """Join the processes that torchrun, submitit or srun started; returns this one's device, set up.
 
-    Plain python is a world of one. `args.world_size` then tells how many there are.
+    Plain python is a world of one. Sets `args.world_size` to the number of processes.
     """
     use_slurm_step()
     rank, args.world_size = place_in_world()
@@ -136,20 +136,20 @@ def init_distributed_mode(args: argparse.Namespace) -> torch.device:
         rank=rank,
         world_size=args.world_size,
         timeout=PATIENCE,
-        device_id=gpu,  # NCCL connects now, where a fault of the network is easy to see, and not in the first step
+        device_id=gpu,  # NCCL connects now, where a network fault is easy to spot, not in the first step
     )
     if not is_main_process():
-        silence()  # the first process speaks for all
+        silence()  # only the first process logs
     return device
 
 
 def meet(url: str, rank: int, world_size: int) -> dist.Store:
-    """The store through which processes connect, once all of them are there. Meanwhile this one answers signals and
-    notices when torchrun is gone. If some are missing, it says so soon, and waits a little longer."""
+    """The store through which processes connect, once all of them have joined. While waiting, this one handles signals
+    and notices when torchrun is gone. If some are missing, it soon logs a warning, and waits a little longer."""
     names = f"RANK {rank} of WORLD_SIZE {world_size} at {meeting_place(url)}"
     found: list[dist.Store | Exception] = []
 
-    def join() -> None:  # in a thread, because torch lets no signal through while it waits
+    def join() -> None:  # in a thread, because torch blocks signals while it waits
         try:
             found.append(common_store(url, rank, world_size))
         except Exception as error:
@@ -160,7 +160,7 @@ def meet(url: str, rank: int, world_size: int) -> dist.Store:
     while not found and not orphaned():
         waited = time.monotonic() - begun
         if waited > PATIENCE_TO_MEET.total_seconds():
-            raise UserError(f"not all processes have come: {names}; start that many, with the same address and port")
+            raise UserError(f"not all processes have joined: {names}; start that many, with the same address and port")
         if waited > 5 and not told:
             logger.warning("waiting for other processes: %s", names)
             told = True
@@ -169,7 +169,7 @@ def meet(url: str, rank: int, world_size: int) -> dist.Store:
         raise Interrupted("torchrun is gone", set(), together=False)
     store = found[0]
     if isinstance(store, Exception):
-        raise UserError(f"processes cannot meet: {names}: {str(store).splitlines()[0]}") from None
+        raise UserError(f"processes cannot connect: {names}: {str(store).splitlines()[0]}") from None
     return store
 
 
@@ -182,7 +182,7 @@ def meeting_place(url: str) -> str:
 
 
 def common_store(url: str, rank: int, world_size: int) -> dist.Store:
-    """Returns when all processes have it."""
+    """Returns once all processes have joined."""
     store, _, _ = next(dist.rendezvous(url, rank, world_size, timeout=PATIENCE_TO_MEET))
     # torchrun may keep its store when it restarts processes.
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
@@ -196,14 +196,14 @@ def common_store(url: str, rank: int, world_size: int) -> dist.Store:
 
 
 def use_slurm_step() -> None:
-    """Make `srun python main_*.py` one run of all its tasks, and not as many runs that overwrite each other."""
+    """Make `srun python main_*.py` one run over all its tasks, not one run per task that overwrite each other."""
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if tasks == "1" or "RANK" in os.environ:
         return
     if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
         raise UserError(
-            f"srun starts {tasks} processes, but MASTER_ADDR and MASTER_PORT do not say where they meet; "
-            "docs/cluster.md has an sbatch file that does"
+            f"srun starts {tasks} processes, but MASTER_ADDR and MASTER_PORT are not both set; "
+            "docs/cluster.md has an sbatch file that sets them"
         )
     os.environ["WORLD_SIZE"] = tasks
     for ours, theirs in (("RANK", "SLURM_PROCID"), ("LOCAL_RANK", "SLURM_LOCALID")):
@@ -211,7 +211,7 @@ def use_slurm_step() -> None:
 
 
 def own_gpu(local_rank: int, gpus: int) -> int:
-    """The number of a process's GPU. Some schedulers let each process see all GPUs of a node, some only its own."""
+    """The index of a process's GPU. Some schedulers show each process all GPUs of a node, others only its own."""
     if gpus == 1:
         return 0
     if local_rank >= gpus:
@@ -232,13 +232,13 @@ def is_main_process() -> bool:
 
 
 def share_of_rank(length: int) -> slice:
-    """The part of `length` things that this process works on: consecutive, in the order of ranks."""
+    """The part of `length` items that this process works on: consecutive, in rank order."""
     rank, world_size = get_rank(), get_world_size()
     return slice(rank * length // world_size, (rank + 1) * length // world_size)
 
 
 def sum_of_processes(values: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Starts adding up `values` in place, which runs beside other work; call the result to have the sum."""
+    """Start summing `values` over processes, in place and in the background; call the result to get the sum."""
     work: Any = dist.all_reduce(values, async_op=True)
 
     def finished() -> torch.Tensor:
@@ -249,7 +249,7 @@ def sum_of_processes(values: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 def mean_of_processes(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The mean of each scalar over processes, by one reduction. No gradient flows."""
+    """The mean of each scalar over processes, in one reduction. No gradient flows."""
     if get_world_size() == 1:
         return dict(values)
     stacked = torch.stack([value.detach().float() for value in values.values()])
@@ -258,9 +258,9 @@ def mean_of_processes(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Ten
 
 
 def gather_rows(rows: torch.Tensor, equal: bool = False) -> torch.Tensor:
-    """The rows of all processes, in the order of ranks, on every process. No gradient flows.
+    """The rows of all processes, in rank order, on every process. No gradient flows.
 
-    They may have different numbers of rows; saying that they are `equal` spares a host-device sync.
+    Processes may have different numbers of rows; if they are known to be `equal`, a host-device sync is saved.
     """
     if get_world_size() == 1:
         return rows
@@ -274,10 +274,10 @@ def gather_rows(rows: torch.Tensor, equal: bool = False) -> torch.Tensor:
 
 
 def gather_batch(*parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Of each of `parts` [n, L], the rows of all processes, in the order of ranks: one exchange for all of them.
+    """For each of `parts` [n, L], the rows of all processes, in rank order, in a single exchange.
 
     Gradients flow to this process's own rows, multiplied by the number of processes: DDP's mean over processes is then
-    the gradient of a loss that all of them compute of all rows.
+    the gradient of a loss that every process computes over all rows.
     """
     processes = get_world_size()
     if processes == 1:
@@ -290,7 +290,7 @@ def gather_batch(*parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def gather_objects(value: object) -> list:
-    """Each process's value, in the order of ranks, on every process."""
+    """Each process's value, in rank order, on every process."""
     if get_world_size() == 1:
         return [value]
     values: list = [None] * get_world_size()
@@ -299,9 +299,9 @@ def gather_objects(value: object) -> list:
 
 
 def on_first_process(work: Callable[[], Result]) -> Result:
-    """What `work` returns, or raises, in the first process, on every process.
+    """Run `work` in the first process, and return or raise its outcome in every process.
 
-    The others wait for as long as it takes, which may be longer than PATIENCE, but not for a process that is gone.
+    The others wait as long as it takes, even longer than PATIENCE, but not for a process that is gone.
     """
     if get_world_size() == 1:
         return work()
@@ -331,9 +331,9 @@ def on_first_process(work: Callable[[], Result]) -> Result:
 
 
 def with_ddp(network: nn.Module) -> nn.Module:
-    """The network, its gradients averaged over processes in the backward pass; itself in a world of one.
+    """Average the network's gradients over processes in the backward pass; in a world of one, the network itself.
 
-    All parameters take part in every backward pass of the network, so torch need not search for unused ones.
+    All parameters take part in every backward pass, so torch need not search for unused ones.
     """
     if get_world_size() == 1:
         return network
@@ -346,14 +346,14 @@ def with_ddp(network: nn.Module) -> nn.Module:
 
 
 def without_ddp(network: nn.Module) -> Any:
-    """The network itself, whatever it is."""
+    """The network itself, without any wrapper."""
     return network.module if isinstance(network, DistributedDataParallel) else network
 
 
 def exchange_gradients(when: bool, *networks: nn.Module | None) -> None:
-    """Whether the next backward passes of `networks` end with an exchange: only where an update uses the gradients.
+    """Set whether the next backward passes of `networks` synchronise gradients, as only updates need it.
 
-    This is the attribute behind DDP's no_sync(), which would have to enclose the forward passes, too.
+    This is the attribute behind DDP's no_sync(), which would have to enclose the forward passes as well.
     """
     for network in networks:
         if isinstance(network, DistributedDataParallel):
@@ -361,10 +361,10 @@ def exchange_gradients(when: bool, *networks: nn.Module | None) -> None:
 
 
 def mean_in_rank_order(_, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average gradients in an order that depends on nothing but the ranks.
+    """Average gradients in an order that depends only on the ranks.
 
-    An all-reduce adds in an order that depends on where a value lies in its bucket, and DDP lays out its buckets anew
-    after the first step of a process: with three ranks and more, a resumed run would differ in the last bits.
+    An all-reduce adds in an order that depends on a value's position in its bucket, and DDP rebuilds its buckets after
+    a process's first step: with three or more ranks, a resumed run would differ in the last bits.
     """
     parts = bucket.buffer().new_empty(get_world_size(), len(bucket.buffer()))
     work: Any = dist.all_gather_into_tensor(parts.flatten(), bucket.buffer(), async_op=True)
@@ -380,7 +380,7 @@ def mean_in_rank_order(_, bucket: dist.GradBucket) -> torch.futures.Future[torch
 
 
 def amp_dtype(amp: str, device: torch.device) -> torch.dtype | None:
-    """The autocast dtype that `--amp` means on `device`, or None for float32 throughout."""
+    """The autocast dtype of `--amp` on `device`, or None for float32 throughout."""
     if amp == "auto":
         if device.type != "cuda":
             return None
@@ -390,7 +390,7 @@ def amp_dtype(amp: str, device: torch.device) -> torch.dtype | None:
 
 
 def precision(amp: str, device: torch.device) -> str:
-    """The name of what `--amp` means on `device`."""
+    """The name of the precision that `--amp` gives on `device`."""
     if amp == "tf32" and device.type == "cuda":
         return amp
     return str(amp_dtype(amp, device) or torch.float32).removeprefix("torch.")
@@ -403,7 +403,7 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
 class NativeScalerWithGradNormCount:
     """Backward pass and optimizer step of one network, with loss scaling under fp16.
 
-    Under fp16 a step whose gradient is not finite is left out and the scale is halved, as torch's GradScaler does.
+    Under fp16 a step with non-finite gradients is skipped and the scale halved, by torch's GradScaler.
     """
 
     def __init__(self, device_type: str = "cuda", enabled: bool = True):
@@ -429,7 +429,7 @@ class NativeScalerWithGradNormCount:
         optimizer.zero_grad()
 
     def loss_scale(self) -> torch.Tensor | None:
-        """What the next loss is multiplied by, on the device; None unless losses are scaled."""
+        """The factor for the next loss, on the device; None unless losses are scaled."""
         return self._scaler.scale(torch.ones((), device=self._device_type)) if self._scaler.is_enabled() else None
 
     def state_dict(self) -> dict:
@@ -442,10 +442,10 @@ class NativeScalerWithGradNormCount:
 
 @contextmanager
 def manual_garbage_collection() -> Iterator[None]:
-    """Inside, garbage is collected only when `gc.collect` is called, and what exists already is never searched.
+    """Collect garbage only when `gc.collect` is called, and never search objects that already exist.
 
-    Python's own clock counts a process's allocations, so every process would collect in another step, and each time all
-    the others would wait for it.
+    Python triggers collection by a process's allocation count, so processes would collect in different steps, and each
+    time all the others would wait.
     """
     gc.freeze()
     gc.disable()
@@ -457,9 +457,9 @@ def manual_garbage_collection() -> Iterator[None]:
 
 
 def start_loader_process(_worker: int = 0) -> None:
-    """Schedulers signal all processes of a job, but the main one still needs its loaders: they end when it tells them
-    to, or is gone. They collect garbage as usual, because the main process holds batches in reserve. It also learns of
-    their errors, and is the one to tell them."""
+    """Ignore signals, which schedulers send to all processes of a job, because the main process still needs its
+    loaders; they end when it ends them or is gone. Collect garbage as usual, because batches are prefetched. The main
+    process receives and reports loader errors, so stderr is silenced."""
     for number in (*STOP_SIGNALS, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115
@@ -467,7 +467,7 @@ def start_loader_process(_worker: int = 0) -> None:
 
 
 def git_commit() -> str | None:
-    """Of this code, with "-dirty" where files differ from it; None outside a repository."""
+    """The commit of this code, with "-dirty" if files differ from it; None outside a repository."""
     command = ["git", "-C", os.path.dirname(__file__), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()

@@ -375,7 +375,7 @@ BAD = {
     "meta device": ("knn", ("--device", "meta"), "--device meta is not supported; use cuda or cpu"),
     "mpirun": ("knn", ("--dist_on_itp",), "use torchrun"),
     "rate 0": ("linprobe", ("--lr_grid", "0", "1"), "argument --lr_grid: 0 must be above 0"),
-    "two kinds of rate": ("linprobe", ("--lr_grid", "1", "--lr", "1"), "and no --lr beside it"),
+    "two kinds of rate": ("linprobe", ("--lr_grid", "1", "--lr", "1"), "cannot be combined with --lr"),
     "few outputs": ("linprobe", ("--nb_classes", "9"), "--nb_classes 9 is less than the 10 classes"),
     "too many shots": ("fewshot", ("--shots", "11"), "--shots 11: too few training images in disc (10)"),
     "no shots": ("fewshot", ("--shots", "0"), "argument --shots: 0 must be at least 1"),

@@ -318,7 +318,7 @@ def test_weights_alone_start_a_new_run(cli, tmp_path, flag):
     torch.save({"model": encoder}, tmp_path / "enc.pth")
     code, out, _ = cli(*SMALL, "--output_dir", tmp_path / "enc", flag, tmp_path / "enc.pth", "--lr", 0)
     assert code == 0
-    assert "enc.pth has no decoder; it is initialised afresh" in out
+    assert "enc.pth has no decoder; a new one is initialised" in out
     trained = checkpoint(tmp_path / "enc")["model"]
     assert all(torch.equal(value, trained[key]) for key, value in encoder.items())
 

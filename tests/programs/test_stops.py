@@ -181,8 +181,8 @@ WORLDS = {
     "no number": ({"WORLD_SIZE": "two"}, "the environment has WORLD_SIZE=two: start"),
     "a rank too high": ({"RANK": "2"}, "RANK=2 must be below WORLD_SIZE=2"),
     "no address": ({"MASTER_ADDR": None}, "the environment has no MASTER_ADDR: start"),
-    "no such port": ({"MASTER_PORT": "70000"}, "processes cannot meet: RANK 0 of WORLD_SIZE 2 at 127.0.0.1:70000: "),
-    "nobody else": ({}, "not all processes have come: RANK 0 of WORLD_SIZE 2 at 127.0.0.1:"),
+    "no such port": ({"MASTER_PORT": "70000"}, "processes cannot connect: RANK 0 of WORLD_SIZE 2 at 127.0.0.1:70000: "),
+    "nobody else": ({}, "not all processes have joined: RANK 0 of WORLD_SIZE 2 at 127.0.0.1:"),
 }
 
 

@@ -113,7 +113,7 @@ def test_a_run_leaves_the_list_of_its_images(data, tmp_path, cli):
 @pytest.mark.parametrize("text", ["/data/train/a/1.jpg", "n01440764\nn01443537", "train/a/1.jpg\r\n", "\0\1\xff"])
 def test_a_file_that_is_no_list_of_images(data, tmp_path, text):
     (tmp_path / "files.txt").write_text(text)
-    with pytest.raises(UserError, match=r"--file_list .*files.txt, line 1: .* is no image's path below --data_path"):
+    with pytest.raises(UserError, match=r"--file_list .*files.txt, line 1: .* is not an image path below --data_path"):
         build_source(parse("--data_path", data, "--file_list", tmp_path / "files.txt"), "train")
 
 

@@ -1,6 +1,6 @@
 """Images in tables, through Hugging Face's `datasets`: hub names, Parquet files, WebDataset shards, `save_to_disk`.
 
-The library converts what is not Arrow yet once, and maps the tables into memory, where loader processes share them.
+The library converts other formats to Arrow once, and memory-maps the tables, which loader processes share.
 """
 
 import glob
@@ -21,12 +21,12 @@ from util.misc import on_first_process
 
 Table = Any  # datasets.Dataset, of a package that may be missing
 HUB = "hf:"
-BUILDERS = {".parquet": "parquet", ".tar": "webdataset"}  # suffixes of files, and who reads them
+BUILDERS = {".parquet": "parquet", ".tar": "webdataset"}  # file suffixes, and their `datasets` builders
 SAVED = (("dataset_dict.json",), ("state.json", "dataset_info.json"))  # what `save_to_disk` leaves
 CACHE = ".arrow"  # beside such files
 HELD_OUT = ("validation", "val", "valid", "dev", "test")  # the first of these that exists is evaluated on
-SPLIT = re.compile(rf"(?<![a-z])(train|{'|'.join(HELD_OUT)})(?![a-z])", re.IGNORECASE)  # in the name of a file
-LABELS = ("label", "cls", "json.label", "json.cls")  # names of label columns that no type reveals
+SPLIT = re.compile(rf"(?<![a-z])(train|{'|'.join(HELD_OUT)})(?![a-z])", re.IGNORECASE)  # in a file name
+LABELS = ("label", "cls", "json.label", "json.cls")  # names of label columns without a label type
 
 
 class ArrowImages(ImageList):
@@ -43,10 +43,10 @@ class ArrowImages(ImageList):
             return image["bytes"]
         if not image.get("path"):
             raise OSError("the row has no image")
-        return read_regular(image["path"])  # of a hub's folder of images, as downloaded
+        return read_regular(image["path"])  # from an image folder downloaded from the Hub
 
     def fingerprint(self) -> str:
-        """A hash of rows, labels, and what the file system knows of the tables."""
+        """A hash of rows, labels, and the tables' file status."""
         files = [file_status(file["filename"]) for file in self.table.cache_files]
         known = repr((self.table.column_names, files)).encode()
         return hashlib.sha256(known + self.rows.tobytes() + self.labels.tobytes()).hexdigest()
@@ -54,7 +54,7 @@ class ArrowImages(ImageList):
 
 @dataclass(frozen=True)
 class RowListing(Listing):
-    """A listing whose `names[i]` is that of row `rows[i]`. Its folders are SPLIT/CLASS, or SPLIT without labels."""
+    """A listing in which `names[i]` belongs to row `rows[i]`. Its folders are SPLIT/CLASS, or SPLIT without labels."""
 
     table: Table
     rows: np.ndarray
@@ -63,14 +63,14 @@ class RowListing(Listing):
         return ArrowImages(self.table, self.rows[files], self.names.take(files), labels, classes)
 
     def save(self, path: Path) -> None:
-        """Tables are not scanned, so there is nothing to be spared."""
+        """Tables are not scanned, so a saved list would save no time."""
 
 
 # --- From --data_path to tables ---
 
 
 def names_tables(path: str) -> bool:
-    """Without a look into folders, which are scanned for images first: archives may lie beside them."""
+    """Does not look into folders: these are scanned for images first, which may have archives beside them."""
     return path.startswith(HUB) or Path(path).suffix in BUILDERS or is_saved(path)
 
 
@@ -79,7 +79,7 @@ def is_saved(path: str) -> bool:
 
 
 def table_files(path: str) -> list[str]:
-    """The files that match `path`; of a folder, all of one kind."""
+    """The files that match `path`; for a folder, all files of one kind."""
     if not Path(path).is_dir():
         return sorted(glob.glob(path, recursive=True))
     kinds = (sorted(map(str, Path(path).rglob(f"*{suffix}"))) for suffix in BUILDERS)
@@ -87,7 +87,7 @@ def table_files(path: str) -> list[str]:
 
 
 def open_splits(args: Namespace) -> dict[str, Table]:
-    """The tables by split; converted first, where necessary."""
+    """The tables by split, converted first if necessary."""
     try:
         import datasets
         from datasets.exceptions import DatasetsError
@@ -116,7 +116,7 @@ def open_splits(args: Namespace) -> dict[str, Table]:
 
 
 def files_by_split(path: str) -> tuple[dict[str, list[str]], str]:
-    """Files whose names have no split in them are for training. Also the folder that holds them all."""
+    """Files by split, where names without a split are for training, and the folder that holds them all."""
     files, by_split = table_files(path), {}
     if not files:
         raise UserError(f"--data_path {path} matches no file")
@@ -131,7 +131,7 @@ def files_by_split(path: str) -> tuple[dict[str, list[str]], str]:
 
 
 def list_rows(args: Namespace) -> RowListing:
-    """Class by class, in the order of the labels. The first process converts, before others open the tables."""
+    """Rows by class, in label order. The first process converts the tables before others open them."""
     if args.file_list:
         raise UserError(f"--file_list is for image files, but {args.data_path} has tables")
     opened = []
@@ -158,7 +158,7 @@ def list_rows(args: Namespace) -> RowListing:
 
 
 def choose_splits(found: list[str], path: str) -> list[str]:
-    """That to train on, and that to evaluate on, if there is one."""
+    """The split to train on and, if there is one, the split to evaluate on."""
     if len(found) == 1 and found[0] not in HELD_OUT:
         return found
     if "train" not in found:
@@ -185,7 +185,7 @@ def image_column(table: Table, args: Namespace) -> str:
 
 
 def label_column(table: Table, args: Namespace) -> str | None:
-    """None where there is none, or where several could be meant: pretraining needs no labels."""
+    """None if there is none, or if it is ambiguous: pretraining needs no labels."""
     from datasets import ClassLabel
 
     if args.label_column is not None:
@@ -201,12 +201,12 @@ def label_column(table: Table, args: Namespace) -> str | None:
 
 
 def stored(table: Table, column: str) -> Any:
-    """The column as pyarrow has it, mapped and not decoded."""
+    """The column in pyarrow, memory-mapped and not decoded."""
     return table.select_columns([column]).with_format("arrow")[:].column(0)
 
 
 def labels_in(table: Table, column: str | None) -> tuple[list[str], np.ndarray]:
-    """The names of classes, and each row's class [N]; -1 is none."""
+    """Class names, and each row's class [N]; -1 is none."""
     if column is None:
         return [], np.full(len(table), -1)
     values = stored(table, column)
@@ -220,7 +220,7 @@ def labels_in(table: Table, column: str | None) -> tuple[list[str], np.ndarray]:
 
 
 def row_names(table: Table, column: str, split: str) -> list[str]:
-    """Such as train/17, with the name of the file that the row was made from, if it is known."""
+    """Such as train/17, with the name of the file that the row came from, if known."""
     values = stored(table, column)
     if str(values.type) in ("binary", "large_binary"):
         return [f"{split}/{row}" for row in range(len(table))]

@@ -1,4 +1,4 @@
-"""The strong augmentation of fine-tuning: timm's, after this project's crops, and seeded per image."""
+"""Strong augmentation for fine-tuning: timm's, after this project's crops, seeded per image."""
 
 import random
 from argparse import Namespace
@@ -40,7 +40,7 @@ class StrongAugmentation(Augmentation):
 
 
 def finetune_augmentation(args: Namespace) -> StrongAugmentation:
-    """Upstream's for fine-tuning, which is timm's, except that the crop is drawn before decoding, as elsewhere."""
+    """Upstream's (timm's) augmentation for fine-tuning, except that the crop is drawn before decoding, as elsewhere."""
     if args.in_chans == 4 and args.aa:
         raise UserError(f"--aa {args.aa} is for grey and colour images; add --aa '' with --in_chans 4")
     mean, std = pixel_statistics(args.in_chans, args.mean, args.std)
@@ -82,7 +82,7 @@ def operations(distort: Compose) -> Iterator[AugmentOp]:
 
 
 def black_at_zero_bits(posterize: Callable[..., Image.Image], image: Image.Image, bits: int, **kwargs) -> Image.Image:
-    """At full strength timm keeps 0 bits per channel: black, until Pillow began to refuse it."""
+    """At full strength timm keeps 0 bits per channel: black, but an error in newer versions of Pillow."""
     return posterize(image, bits, **kwargs) if bits > 0 else Image.new(image.mode, image.size)
 
 

@@ -1,4 +1,4 @@
-"""From a file to the pixels of a crop: upright, 8 bits per channel, and decoding no more than the crop needs.
+"""From a file to the pixels of a crop: upright, 8 bits per channel, decoding no more than the crop needs.
 
 A JPEG is decoded from its top to the last row of the crop, at 1/2, 1/4 or 1/8 scale where the crop is large enough: by
 simplejpeg if installed, else by Pillow, with identical pixels. Other files, and all files with --exact_decode, are
@@ -26,18 +26,18 @@ except ImportError:
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # channels to PIL mode
 SIMPLEJPEG_MODES = {"L": "GRAY", "RGB": "RGB", "RGBA": "RGBA"}
 
-# A crop decoded at a smaller scale stays at least this many times larger than the output. Then the decoder's filter
-# differs from the exact pipeline by less than 1 of 255 in the mean (with a factor of 1, by about 3).
+# A crop decoded at a smaller scale stays at least this many times larger than the output. The result then differs from
+# the exact pipeline's by less than 1 of 255 on average (with a factor of 1, by about 3).
 OVERSIZE = 2
 
 ORIENTATION = 0x0112  # EXIF tag
-# Markers of JPEG files. Frames: Huffman coding, baseline, extended or progressive. Segments: what may come before and
-# between scans. In compressed data, FF is followed by 0 or is a restart marker, so any other marker ends a scan.
+# JPEG markers. Frames: Huffman coding, baseline, extended or progressive. Segments: what may come before and between
+# scans. In compressed data, FF is followed by 0 or begins a restart marker, so any other marker ends a scan.
 END, SCAN, PROGRESSIVE = b"\xff\xd9", 0xDA, 0xC2
 FRAMES, SEGMENTS = {0xC0, 0xC1, PROGRESSIVE}, {0xC4, SCAN, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)}
 MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7]")
 METADATA = {b"Exif": "exif", b"http://ns.adobe.com/xap/1.0/": "xmp"}  # where JPEGs store it, and Pillow's names
-# What makes an image upright: transpose; then mirror left-right; then top-bottom.
+# How to make an image upright: transpose; then mirror left-right; then top-bottom.
 UPRIGHT = {
     1: (False, False, False),
     2: (False, True, False),
@@ -54,7 +54,7 @@ UPRIGHT = {
 
 
 def to_mode(data: bytes | Image.Image, mode: str) -> Image.Image:
-    """The image, given as such or as a file's content: upright, with 8 bits in each channel of `mode`."""
+    """The image, given as such or as the content of a file: upright, with 8 bits in each channel of `mode`."""
     image = open_image(data) if isinstance(data, bytes) else data
     image.load()  # Pillow turns a TIFF upright here, and drops the tag
     turns = (Image.Transpose.TRANSPOSE, Image.Transpose.FLIP_LEFT_RIGHT, Image.Transpose.FLIP_TOP_BOTTOM)
@@ -68,7 +68,7 @@ def to_mode(data: bytes | Image.Image, mode: str) -> Image.Image:
 def open_image(data: bytes) -> Image.Image:
     try:
         return Image.open(io.BytesIO(data))
-    except UnidentifiedImageError:  # its text holds an address that differs every time
+    except UnidentifiedImageError:  # its message contains an address that changes every time
         raise OSError("cannot identify its format" if data else "the file is empty") from None
 
 
@@ -92,12 +92,12 @@ def exact_crop(image: Image.Image, box: Crop, size: tuple[int, int]) -> torch.Te
 
 @dataclass(frozen=True)
 class Jpeg:
-    """A complete JPEG file of a common kind: its bytes, and what its header says."""
+    """A complete JPEG file of a common kind: its bytes, and information from its header."""
 
     data: bytes
     stored: tuple[int, int]  # height and width, as stored
     height_at: int  # offset of the height in the header
-    one_pass: bool  # rows are stored from top to bottom, and nothing comes after them
+    one_pass: bool  # rows are stored from top to bottom, and nothing follows them
     orientation: int
 
     @property
@@ -108,10 +108,10 @@ class Jpeg:
 
 
 def read_jpeg(data: bytes) -> Jpeg | None:
-    """None for what Pillow is to decode or to refuse, as it does in evaluations: other formats, CMYK, rare encodings,
-    more pixels than it allows, files cut short, and files with a marker where there should be none.
+    """None for files that are left to Pillow to decode or reject, as in evaluations: other formats, CMYK, rare
+    encodings, more pixels than it allows, truncated files, and files with unexpected markers.
 
-    So a file is readable or not, whatever the crop: below it, a decoder would not notice damage.
+    Whether a file is readable thus does not depend on the crop: a decoder would not notice damage below it.
     """
     if not data.startswith(b"\xff\xd8\xff"):
         return None
@@ -167,12 +167,12 @@ def jpeg_crop(jpeg: Jpeg, box: Crop, size: tuple[int, int], mode: str) -> torch.
 
 
 def stored_crop(jpeg: Jpeg, box: Crop, size: tuple[int, int], mode: str) -> torch.Tensor:
-    """As `jpeg_crop`, in the coordinates of the stored image."""
+    """Like `jpeg_crop`, in the coordinates of the stored image."""
     top, left, height, width = box
     scale = choose_scale(height / size[0], width / size[1])
     pixels = decode(jpeg, top + height, scale, mode)
     if scale == 1:
-        # torch's filter of bytes is vectorised for contiguous, channels-last images.
+        # torch's filter for bytes is vectorised for contiguous, channels-last images.
         crop = torch.from_numpy(np.array(pixels[top : top + height, left : left + width]))[None].permute(0, 3, 1, 2)
         return F.interpolate(crop, size, mode="bicubic", antialias=True)[0].permute(1, 2, 0)
     # The crop's edges now fall between pixels, which torch's filter does not support.
@@ -190,7 +190,7 @@ def choose_scale(*ratios: float) -> int:
 
 
 def decode(jpeg: Jpeg, rows: int, scale: int, mode: str) -> np.ndarray:
-    """At least the first `rows` rows, at 1 / `scale` of their size; uint8 [H, W, C]."""
+    """At least the first `rows` rows, at 1 / `scale` of the size; uint8 [H, W, C]."""
     data, (height, width) = jpeg.data, jpeg.stored
     rows += 2 * scale  # chroma upsampling looks at the next chroma row, which may be two rows high
     cut = jpeg.one_pass and rows < height
@@ -207,7 +207,7 @@ def decode(jpeg: Jpeg, rows: int, scale: int, mode: str) -> np.ndarray:
 
 
 def with_simplejpeg(data: bytes | bytearray, size: tuple[int, int], mode: str, cut: bool) -> np.ndarray | None:
-    """None for what it refuses, where Pillow may be less strict. That a cut leaves bytes over is no reason."""
+    """None for files it rejects, as Pillow may be less strict. Extra bytes after a cut are not an error."""
     if simplejpeg is None:
         return None
     (height, width), pixels = size, np.empty((*size, len(mode)), np.uint8)

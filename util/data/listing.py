@@ -1,4 +1,4 @@
-"""Which images `--data_path` holds: listed once, and kept in arrays that loaders share."""
+"""The images in `--data_path`: listed once, and kept in arrays that loaders share."""
 
 import hashlib
 import os
@@ -24,12 +24,12 @@ FILES = "files.txt"  # beside a run's checkpoints
 HELD_OUT = ("val", "test")
 REPORT_SECONDS = 30  # between reports of a long scan
 
-Directories = dict[str, list[str]]  # names of image files by the path of their folder, "" being --data_path
+Directories = dict[str, list[str]]  # names of image files by the path of their folder; "" is --data_path
 
 
 class Names:
-    """Strings in one array of bytes. Loader processes share it with the main process, whereas they would copy the
-    strings of a list, page by page: Python counts references where the string is."""
+    """Strings in one array of bytes, which loader processes share with the main process. They would copy a list of
+    strings, page by page, because Python stores reference counts in the strings."""
 
     def __init__(self, text: np.ndarray, starts: np.ndarray, ends: np.ndarray):
         self.text, self.starts, self.ends = text, starts, ends
@@ -52,7 +52,7 @@ class Names:
 
 
 class ImageList:
-    """Image files, with paths relative to `root`; without labels, they are all 0."""
+    """Image files, with paths relative to `root`; labels default to 0."""
 
     def __init__(self, names: Names, labels: np.ndarray | None = None, classes: Sequence[str] = (), root: str = ""):
         self.names, self.classes, self.root = names, list(classes), root
@@ -71,7 +71,7 @@ class ImageList:
         return self.names[index]
 
     def fingerprint(self) -> str:
-        """A hash of names, labels, and what the file system knows: reading files takes as long as an evaluation."""
+        """A hash of names, labels and file status: reading the files would take as long as an evaluation."""
         digest = hashlib.sha256()
         for index in range(len(self)):
             known = file_status(os.path.join(self.root, self.name(index)))
@@ -92,8 +92,8 @@ def file_status(path: str) -> tuple[int, ...]:
 class Listing:
     """The image files below `root`. Those of the class folder `folders[i]` are `names[bounds[i] : bounds[i + 1]]`.
 
-    A class folder is train/CLASS or val/CLASS (or test/CLASS), and CLASS where there is no train. Images outside of one
-    are listed under train, val (or test), or "". Folders are in the order of labels.
+    A class folder is train/CLASS or val/CLASS (or test/CLASS), or CLASS if there is no train. Images outside class
+    folders are listed under train, val (or test), or "". Folders are in label order.
     """
 
     root: str
@@ -109,23 +109,23 @@ class Listing:
         return self.splits[0] if split == "train" else next(iter(self.splits[1:]), None)
 
     def classes(self, place: str) -> list[str]:
-        """Names of the class folders there that have images."""
+        """Names of the class folders in `place` that have images."""
         start = os.path.join(place, "")
         return [folder.removeprefix(start) for folder in self.folders if folder.startswith(start) and folder != place]
 
     def files_of(self, folder: str) -> np.ndarray:
-        """Indices of its files in `names`."""
+        """Indices in `names` of the folder's files."""
         if folder not in self.folders:
             return np.arange(0)
         at = self.folders.index(folder)
         return np.arange(self.bounds[at], self.bounds[at + 1])
 
     def source(self, files: np.ndarray, labels: np.ndarray | None = None, classes: Sequence[str] = ()) -> ImageList:
-        """Those at the indices `files`."""
+        """The images at the indices `files`."""
         return ImageList(self.names.take(files), labels, classes, self.root)
 
     def save(self, path: Path) -> None:
-        """A line per file, as `--file_list` takes it."""
+        """One line per file, in the format of `--file_list`."""
         if (self.names.text == ord("\n")).any():
             logger.warning("%s is not written: the name of an image has a line break", path)
             return
@@ -138,7 +138,7 @@ class Listing:
 
 
 def list_images(args: Namespace) -> Listing | None:
-    """The images of `--data_path`, for all processes at once; None if `--data_set` is no folder."""
+    """The images of `--data_path`, for all processes at once; None if `--data_set` is not a folder."""
     from util.data.arrow import list_rows, names_tables, table_files
 
     if args.data_set != "folder":
@@ -152,13 +152,13 @@ def list_images(args: Namespace) -> Listing | None:
 
 
 def save_beside(listing: Listing | None, args: Namespace) -> None:
-    """To `--output_dir`, where a resumed run may read it."""
+    """Save the listing to `--output_dir`, where a resumed run may read it."""
     if listing is not None and args.output_dir and is_main_process():
         listing.save(Path(args.output_dir) / FILES)
 
 
 def scan_or_read(args: Namespace) -> Listing:
-    """What `--file_list` holds, if it exists. If not, the folder is scanned, and the file written."""
+    """The listing in `--file_list`, if it exists; otherwise the folder is scanned, and the file written."""
     root, path = data_root(args), Path(args.file_list) if args.file_list else None
     if path is not None and path.exists():
         listing = arrange(root, read_file_list(path))
@@ -180,8 +180,8 @@ def data_root(args: Namespace) -> str:
 
 
 def scan(root: str) -> Directories:
-    """Each folder is listed once, however many links lead to it, and at its least depth: a link from one class folder
-    to another must not change labels."""
+    """Each folder is listed once, however many links point to it, and at its smallest depth: a link from one class
+    folder to another must not change labels."""
     found, seen, left_out = {}, set(), []
     level, reported = [""], time.monotonic()
     while level:
@@ -212,7 +212,7 @@ def scan(root: str) -> Directories:
 
 
 def list_directory(path: str) -> tuple[list[str], list[str]]:
-    """Names of its images and of its folders. Only links cost a look at what they are."""
+    """Names of its images and of its folders. Only links need a stat call."""
     images, folders = [], []
     with os.scandir(path) as entries:
         for entry in entries:
@@ -224,7 +224,7 @@ def list_directory(path: str) -> tuple[list[str], list[str]]:
 
 
 def split_folders(folders: Iterable[str], root: str) -> list[str]:
-    """Those of train and of held-out images, if there are any; else `folders` are classes."""
+    """The folders of training and held-out images, if there are any; otherwise `folders` are classes."""
     if "train" in folders:
         return ["train", *[name for name in HELD_OUT if name in folders][:1]]
     held_out = sorted(name for name in folders if name.lower() in HELD_OUT)
@@ -234,7 +234,7 @@ def split_folders(folders: Iterable[str], root: str) -> list[str]:
 
 
 def arrange(root: str, directories: Directories) -> Listing:
-    """Class folder by class folder, then in the order of torchvision's ImageFolder."""
+    """By class folder, then in the order of torchvision's ImageFolder."""
     splits = split_folders({path.split("/")[0] for path in directories}, root)
     files = defaultdict(list)
     for path in sorted(directories):
@@ -256,14 +256,14 @@ def read_file_list(path: Path) -> Directories:
         if not line:
             continue
         if line.startswith("/") or not line.lower().endswith(IMG_EXTENSIONS):
-            raise UserError(f"--file_list {path}, line {number}: {line[:80]!r} is no image's path below --data_path")
+            raise UserError(f"--file_list {path}, line {number}: {line[:80]!r} is not an image path below --data_path")
         directory, _, name = line.rpartition("/")
         directories[directory].append(name)
     return directories
 
 
 def read_regular(path: str | Path) -> bytes:
-    """The content of a file. Pipes and devices are refused: reading one may never end."""
+    """The content of a file. Pipes and devices are rejected: reading one may never end."""
     with open(path, "rb", buffering=0, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError("not a regular file")

@@ -1,6 +1,6 @@
 """A built-in data set: striped shapes on faintly striped backgrounds, generated from a seed, with object masks.
 
-A class is a shape and a stripe width. Colours, contrast, position, size, tilt, and the stripes' direction and phase are
+A class is a shape and a stripe width. Colours, contrast, position, size, tilt, and stripe direction and phase are
 random: no single pixel or colour reveals the class, only structure that spans patches.
 """
 
@@ -62,9 +62,9 @@ CAMOUFLAGED = Style((10, 25), (10, 25), 2, (1, 3), radius=(0.5, 0.8), angle=(0, 
 
 
 class ShapesDataset:
-    """`num_images` labelled images of `size` (height, width); image i depends on (seed, split, i) only.
+    """`num_images` labelled images of `size` (height, width); image i depends only on (seed, split, i).
 
-    Splits "pretrain" and "train" are the same images.
+    Splits "pretrain" and "train" have the same images.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class ShapesDataset:
 
     def fingerprint(self) -> str:
         settings = repr((tuple(self.size), len(self), self.split, self.seed)).encode()
-        return hashlib.sha256(settings + self.render(0)[0].tobytes()).hexdigest()  # one image stands for this code
+        return hashlib.sha256(settings + self.render(0)[0].tobytes()).hexdigest()  # one image represents this code
 
     def render(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """The image, uint8 [H, W, 3], and the object's mask, bool [H, W]."""

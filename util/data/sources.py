@@ -1,5 +1,5 @@
-"""Where images come from: class folders, Arrow tables, torchvision's small sets, built-in shapes, or any `Source` of
-your own."""
+"""Where images come from: class folders, Arrow tables, torchvision's small data sets, built-in shapes, or your own
+`Source`."""
 
 import hashlib
 import os
@@ -20,7 +20,7 @@ from util.misc import generator
 
 
 class Source(Protocol):
-    """Images with labels and names. Loaders, evaluations and caches ask nothing else of one."""
+    """Images with labels and names: all that loaders, evaluations and caches need."""
 
     classes: list[str]  # empty if the images are unlabelled
 
@@ -35,11 +35,11 @@ class Source(Protocol):
         ...
 
     def name(self, index: int) -> str:
-        """The same wherever the data lies: for messages, saved predictions, and to recognise the data on resuming."""
+        """The same wherever the data is stored: for messages, saved predictions, and to check the data on resuming."""
         ...
 
     def fingerprint(self) -> str:
-        """Identifies the content: it keys cached features, so it has to change whenever an image or a label does."""
+        """Identifies the content: the key of cached features, so it must change whenever an image or label does."""
         ...
 
 
@@ -53,9 +53,9 @@ def image_names(source: Source) -> list[str]:
 
 
 class TorchvisionSet:
-    """One of torchvision's sets, held in memory; `title` starts its images' names."""
+    """One of torchvision's data sets, held in memory; `title` is the prefix of its images' names."""
 
-    def __init__(self, images: Any, labels: Any, title: str):  # torchvision's sets have no type in common
+    def __init__(self, images: Any, labels: Any, title: str):  # torchvision's data sets have no common type
         self.images, self.labels, self.title = images, torch.as_tensor(labels).tolist(), title
         self.classes = images.classes
 
@@ -104,8 +104,8 @@ def build_source(
 ) -> Source:
     """The images of `--data_set`, at most `--max_images`; split "pretrain" (labels are not used), "train" or "val".
 
-    `classes` restricts a folder to these, in place of `--num_classes` and `--class_list`. `listing` is the folder's;
-    without it, the folder is listed now, which takes all processes.
+    `classes` restricts a folder to these, instead of `--num_classes` and `--class_list`. `listing` is the folder's;
+    without it, the folder is listed now, which all processes must join.
     """
     source = whole_source(args, split, classes, listing)
     if args.max_images is None or args.max_images >= len(source):
@@ -127,7 +127,7 @@ def whole_source(args: Namespace, split: str, classes: list[str] | None, listing
 def folder_source(args: Namespace, split: str, chosen: list[str] | None, listing: Listing) -> ImageList:
     """DATA/train/CLASS/* and DATA/val/CLASS/*, DATA/CLASS/*, or a flat folder of images (for training without labels).
 
-    The training images define the classes, and those of held-out images have to agree.
+    The training images define the classes, and those of held-out images must agree.
     """
     place = split_place(args, split, listing)
     training = listing.place("train") or ""
@@ -174,7 +174,7 @@ def flat_source(args: Namespace, place: str, listing: Listing) -> ImageList:
 
 
 def refuse_other_classes(listing: Listing, training: str, held_out: str, chosen: list[str] | None) -> None:
-    """All class folders have to agree, or, of chosen classes, those: others would be left out, or never be right."""
+    """All class folders, or all chosen ones, must agree: others would be ignored, or never be predicted correctly."""
     theirs = set(listing.classes(held_out))
     ours = set(chosen or listing.classes(training))
     differing = {training: ours - theirs, held_out: set() if chosen else theirs - ours}
@@ -187,7 +187,7 @@ def refuse_other_classes(listing: Listing, training: str, held_out: str, chosen:
 
 
 def part_of(files: np.ndarray, name: str, args: Namespace, split: str) -> np.ndarray:
-    """The `--split` share of a class for training, the rest for testing; depends on split_seed and class only."""
+    """The `--split` share of a class for training, the rest for testing; depends only on split_seed and class."""
     train = min(max(round(args.split * len(files)), 1), max(len(files) - 1, 1))  # both parts get an image
     order = torch.randperm(len(files), generator=generator("split", args.split_seed, name)).numpy()
     return files[np.sort(order[train:] if split == "val" else order[:train])]
@@ -211,7 +211,7 @@ def choose_classes(classes: list[str], args: Namespace) -> list[str]:
 
 def read_class_list(path: str) -> list[str]:
     try:
-        lines = os.fsdecode(read_regular(path)).split("\n")  # names of folders, which need not be UTF-8
+        lines = os.fsdecode(read_regular(path)).split("\n")  # folder names, which need not be UTF-8
     except OSError as error:
         raise UserError(f"--class_list {path}: {reason_of(error)}") from None
     if any("\0" in line for line in lines):
@@ -228,7 +228,7 @@ def torchvision_source(args: Namespace, split: str) -> TorchvisionSet:
         raise UserError(f"--data_set {name} needs --data_path: the folder that holds it, or that --download fills")
     title = f"{name}/{split}"
     try:
-        if name == "stl10":  # its point is its many unlabelled images
+        if name == "stl10":  # its unlabelled images are used for pretraining
             part = {"pretrain": "train+unlabeled", "train": "train", "val": "test"}[split]
             stl10 = datasets.STL10(root, split=part, download=args.download)
             return TorchvisionSet(stl10, stl10.labels, title)

@@ -1,4 +1,4 @@
-"""Runs side by side: each result against the baseline's, with McNemar's test on the same images."""
+"""Compare runs: each result against the baseline's, with McNemar's test on the same images."""
 
 from dataclasses import dataclass
 
@@ -10,17 +10,17 @@ from util.evaluation.results import PROTOCOLS, EvaluatedRun, Predictions, Result
 
 @dataclass(frozen=True)
 class Gain:
-    """Of a run over the baseline, in one accuracy."""
+    """A run's gain over the baseline in one accuracy."""
 
     points: float
-    p: float  # of the exact McNemar test; the largest of all seeds
+    p: float  # of the exact McNemar test; the largest over seeds
     agreed: bool  # whether every seed gained, or every seed lost
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """All runs on one data set, by one protocol and number of shots. Lists have an entry per run, the first is the
-    baseline's."""
+    """All runs on one data set, under one protocol and number of shots. Lists have an entry per run, the baseline's
+    first."""
 
     protocol: str
     data: str
@@ -31,11 +31,12 @@ class Comparison:
 
 
 def mcnemar(correct_a: np.ndarray, correct_b: np.ndarray) -> float:
-    """Exact two-sided p-value for two bool arrays [N] that say which of the same images were recognised.
+    """Exact two-sided p-value for two bool arrays [N]: which of the same images were classified correctly.
 
-    Images that both or neither recognise say nothing. If the two are equally good, each other image is a fair coin.
+    Images that both or neither get right carry no information. Under the null hypothesis, each other image is a fair
+    coin flip.
     """
-    from scipy.stats import binomtest  # here, because it takes half a second to import
+    from scipy.stats import binomtest  # here because it takes half a second to import
 
     only_a = int(np.sum(correct_a & ~correct_b))
     only_b = int(np.sum(correct_b & ~correct_a))
@@ -46,8 +47,8 @@ def mcnemar_of_seeds(own: np.ndarray, baseline: np.ndarray) -> tuple[float, bool
     """The largest p-value over seeds of bool [R, N], each against the same seed of the baseline, and whether all differ
     in the same direction.
 
-    Pooled, the seeds would count each image several times. One of them alone could be significant by its draw of
-    training images, which McNemar's test takes as given. What holds for each of them is more than luck of the draw.
+    Pooling the seeds would count each image several times. A single seed could be significant because of its draw of
+    training images, which McNemar's test takes as given. What holds for every seed is unlikely to be luck.
     """
     pairs = list(zip(own, baseline, strict=True))
     directions = {np.sign(a.sum() - b.sum()) for a, b in pairs}
@@ -55,7 +56,7 @@ def mcnemar_of_seeds(own: np.ndarray, baseline: np.ndarray) -> tuple[float, bool
 
 
 def check_same_images(a: Predictions, b: Predictions) -> None:
-    """A paired test compares image by image, so names, order and labels have to be the same."""
+    """A paired test compares image by image, so names, order and labels must match."""
     common = min(len(a.images), len(b.images))
     differs = (a.images[:common] != b.images[:common]) | (a.labels[:common] != b.labels[:common])
     if len(a.images) == len(b.images) and not differs.any():
@@ -73,7 +74,7 @@ def check_same_images(a: Predictions, b: Predictions) -> None:
 
 
 def compare(runs: list[EvaluatedRun]) -> list[Comparison]:
-    """Every protocol, data set and number of shots that any run has, in the order of the tables."""
+    """Every protocol, data set and number of shots of any run, in table order."""
     keys = list(dict.fromkeys(key for run in runs for key in run.results))
     protocols = list(dict.fromkeys([*PROTOCOLS, *(protocol for protocol, _ in keys)]))
     data_sets = list(dict.fromkeys(data for _, data in keys))
@@ -90,7 +91,7 @@ def compare(runs: list[EvaluatedRun]) -> list[Comparison]:
 
 
 def read_paired(results: list[Result | None]) -> list[Predictions | None]:
-    """The predictions of each run, after a check that all are of the same images; none where nothing can be paired."""
+    """The predictions of each run, after checking that all are for the same images; none if nothing can be paired."""
     if results[0] is None or not any(results[1:]):
         return [None] * len(results)
     baseline = read_predictions(results[0])
@@ -104,7 +105,7 @@ def read_paired(results: list[Result | None]) -> list[Predictions | None]:
 def gains_over(
     baseline: Score | None, base: Predictions | None, score: Score | None, own: Predictions | None, shots: int | None
 ) -> tuple[Gain, Gain] | None:
-    """In Acc@1 and Acc@5, tested with the seeds that both share or, where they share none, with the first of each."""
+    """Gains in Acc@1 and Acc@5, tested on the seeds that both share or, if they share none, on the first of each."""
     if not (baseline and base and score and own):
         return None
     common = [seed for seed in own.seeds if seed in base.seeds]
@@ -130,7 +131,7 @@ def missing(names: list[str], rows: list[Comparison]) -> list[str]:
 
 
 def caveats(runs: list[EvaluatedRun]) -> list[str]:
-    """What else but the pretraining could explain a gain: other settings of the evaluation, or mixed checkpoints."""
+    """What besides pretraining could explain a gain: different evaluation settings, or mixed checkpoints."""
     found = []
     for run in runs:
         origins = {result.checkpoint_sha256: result.origin_of_weights for result in run.results.values()}

@@ -60,11 +60,11 @@ def extract_features(
 ) -> FeatureSet:
     """Features of the images at `indices`, on the CPU. `encode` maps images [B, C, H, W] to features [B, `width`].
 
-    Processes share the work, and each gets the whole result. `header` asks for a progress bar of that name. `parts`
-    keeps what an interrupted extraction has done for the next one.
+    Processes share the work, and each gets the whole result. `header` is the title of a progress bar, if wanted.
+    `parts` saves the features of an interrupted extraction for the next one.
     """
     done = parts.load() if parts else no_features(width)
-    known = set(gather_objects(done.indices.tolist())[0])  # the first process alone has some
+    known = set(gather_objects(done.indices.tolist())[0])  # only the first process has any
     left = [index for index in indices if index not in known]
     mine = left[share_of_rank(len(left))]
     batches = [[(0, index) for index in mine[at : at + batch_size]] for at in range(0, len(mine), batch_size)]
@@ -81,7 +81,7 @@ def extract_features(
                 encoded = encode(imgs.to(device, non_blocking=True))
             features = encoded.float().cpu()  # the batch's host-device sync
             found.append((features[readable], torch.tensor([index for _, index in keys])[readable]))
-            if parts and fetcher.fault:  # what is left is for later; without `parts` this process does it all
+            if parts and fetcher.fault:  # leave the rest for later; without `parts`, this process does it all
                 break
         agree_on_end(bad_images, fetcher.fault if parts else None)
     except BaseException:
@@ -102,28 +102,28 @@ def no_features(width: int) -> FeatureSet:
 
 
 def agree_on_end(bad_images: BadImages, fault: str | None) -> None:
-    """Combine all processes' counts: the first process logs, and the limit holds for the total. One whose loader
-    processes failed ends them all."""
+    """Combine all processes' counts: the first process logs, and the limit applies to the total. If the loaders of one
+    process failed, all of them end."""
     everyone = gather_objects((sorted(bad_images.names), fault))
     bad_images.add([name for names, _ in everyone for name in names])
     if faults := [fault for _, fault in everyone if fault]:
-        raise OutOfResources(f"{faults[0]}. Rerun the same command to continue: what is extracted is kept")
+        raise OutOfResources(f"{faults[0]}. Rerun the same command to continue: extracted features are kept")
 
 
 def fault_in(found: FeatureSet, labels: torch.Tensor, width: int) -> str | None:
-    """Why `found` cannot be features of that width, of images with these labels [N]; None if it can."""
+    """Why `found` cannot be features of width `width` for images with `labels` [N]; None if it can."""
     features, indices = found.features, found.indices
     if features.dtype != torch.float32 or features.shape != (*indices.shape, width):
         return "the shapes are wrong"
     if indices.dtype != torch.int64 or not bool(((indices >= 0) & (indices < len(labels))).all()):
-        return "the indices are those of no image"
+        return "the indices do not match the images"
     if bool((indices.diff() <= 0).any()) or not torch.equal(found.labels, labels[indices]):
-        return "the labels are others"
+        return "the labels do not match the images"
     return None if bool(features.isfinite().all()) else "the features are not finite"
 
 
 class Parts:
-    """Files beside a cache's own, one of each process, with the features that an interrupted extraction had so far."""
+    """Files beside a cache file, one per process, with the features an interrupted extraction had so far."""
 
     def __init__(self, path: Path, metadata: dict[str, str], labels: torch.Tensor, width: int):
         self.path, self.metadata, self.labels, self.width = path, metadata, labels, width
@@ -132,7 +132,7 @@ class Parts:
         return sorted(self.path.parent.glob(f"{self.path.stem}.part*")) if is_main_process() else []
 
     def load(self) -> FeatureSet:
-        """What all processes had, in the first process; nothing in the others."""
+        """The features of all processes, in the first process; none in the others."""
         files = [read(path, self.metadata["key"], self.labels, self.width) for path in self.files()]
         found = [vars(each).values() for each in (no_features(self.width), *files) if each is not None]
         done = FeatureSet(*map(torch.cat, zip(*found, strict=True))).in_order()
@@ -153,8 +153,7 @@ class Parts:
 class FeatureCache:
     """Feature files in a folder, each named after a hash of everything its content depends on.
 
-    A file gets its name only once it is complete, so a half-written one is never read. Without a folder nothing is
-    cached.
+    A file gets its name only once it is complete, so a partial one is never read. Without a folder, nothing is cached.
     """
 
     def __init__(self, folder: Path | None):
@@ -169,7 +168,7 @@ class FeatureCache:
         labels: torch.Tensor,
         width: int,
     ) -> FeatureSet:
-        """The features that `depends_on` (plain types) identifies, from disk or else from `extract`; `labels` are those
+        """The features identified by `depends_on` (plain types), from disk or else from `extract`; `labels` are those
         of all images."""
         if self.folder is None:
             return extract(None)
@@ -226,7 +225,7 @@ def write(path: Path, features: FeatureSet, metadata: dict[str, str]) -> None:
 
 @lru_cache(maxsize=2)  # a program asks for those of two splits, perhaps repeatedly
 def content_hash(source: Source) -> str:
-    """Of names, labels and the content of all images. Processes share the reading."""
+    """A hash of the names, labels and content of all images. Processes share the reading."""
     mine = [image_hash(source, index) for index in range(len(source))[share_of_rank(len(source))]]
     return hashlib.sha256(repr([hash for part in gather_objects(mine) for hash in part]).encode()).hexdigest()
 
@@ -241,7 +240,7 @@ def image_hash(source: Source, index: int) -> str:
 
 
 def file_hash(path: str | Path) -> str:
-    """SHA-256, as sha256sum prints it."""
+    """SHA-256, as printed by sha256sum."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(1 << 20):

@@ -1,17 +1,17 @@
-"""What masks are like: do they follow the image or the position, hide detail, make the task easier or harder?
+"""Mask metrics: do masks depend on content or position, do they hide detail, do they make the task easier or harder?
 
 Masks: 0 is keep, 1 is remove. N images, L patches.
 
-visible     share of visible patches; the run's ratio says how many there should be
-distinct    share of masks that differ from all before them; 1 / N is mode collapse
+visible     share of visible patches; the target is 1 minus the run's mask ratio
+distinct    share of masks that differ from all earlier ones; 1 / N is mode collapse
 hamming     share of patches in which two masks differ, mean over pairs of images
-place       share of the masks' variance that the position alone explains: 0 for random masks, 1 for one mask for all
-unseen      share of positions that no image shows
-mirror      correlation of a masking module's values with those of the mirrored image, turned back: 1 if they follow the
-            content, 0 if they do not
-edge        mean edge energy (z-score within the image) of hidden minus visible patches: below 0 detail is shown, above
-            0 it is hidden
-own, judge  error on hidden patches over that on random masks of the same ratio, for the run's own autoencoder and for
+place       share of the masks' variance explained by position alone: 0 for random masks, 1 for one mask for all
+unseen      share of positions visible in no image
+mirror      correlation of a masking module's values with those of the mirrored image, mirrored back: 1 if they move
+            with the content, 0 if not
+edge        mean edge energy (z-score within the image) of hidden minus visible patches: detail is shown below 0, hidden
+            above 0
+own, judge  error on hidden patches relative to random masks of the same ratio, for the run's own autoencoder and for
             one that never saw these masks: below 1 for a partner, above 1 for an adversary
 """
 
@@ -41,14 +41,14 @@ def edge_contrast(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def mirror_correlation(values: torch.Tensor, mirrored: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
-    """Of values [N, L] with those of the mirrored images, turned back."""
+    """Correlation of values [N, L] with those of the mirrored images, mirrored back."""
     turned = mirrored.unflatten(1, grid).flip(-1).flatten()
     return torch.corrcoef(torch.stack([values.flatten(), turned]))[0, 1].nan_to_num()
 
 
 @torch.no_grad()
 def hidden_error(model: Autoencoder, imgs: torch.Tensor, visible: torch.Tensor) -> float:
-    """Mean error over all patches [N, L] that are not visible."""
+    """Mean error over all patches [N, L] that are not `visible`."""
     total = hidden = 0.0
     for part, shown in zip(imgs.split(BLOCK), visible.split(BLOCK), strict=True):
         _, pred, mask = model(part, visible=shown)
@@ -58,7 +58,7 @@ def hidden_error(model: Autoencoder, imgs: torch.Tensor, visible: torch.Tensor) 
 
 
 def difficulty(model: Autoencoder, imgs: torch.Tensor, mask: torch.Tensor, noise: torch.Tensor) -> float:
-    """Error on what `mask` [N, L] hides over that on random masks, drawn by `noise` [N, L], of the same mean ratio."""
+    """Error on what `mask` [N, L] hides, relative to random masks of the same mean ratio, drawn by `noise` [N, L]."""
     kept = round((1 - mask).sum(dim=1).mean().item())
     random = noise.argsort(dim=1).argsort(dim=1) < kept
     return hidden_error(model, imgs, mask == 0) / hidden_error(model, imgs, random)
@@ -79,8 +79,8 @@ def verdicts(
 ) -> list[str]:
     """What to look into, one sentence each; none if all is well. Masks are of `number` images.
 
-    `weight` is lambda_CL, where masks follow it, and `end` its value at the end of the run. Flags are named for masks
-    that were `learned` by --masking curriculum; those of other strategies are what the strategy makes them.
+    `weight` is lambda_CL, if masks follow it, and `end` its value at the end of the run. Flags are suggested only for
+    masks `learned` by --masking curriculum; no flag changes those of the other strategies.
     """
     found = {}
     visible, target = metrics["visible"], metrics.get("target")

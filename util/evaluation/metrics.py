@@ -1,4 +1,4 @@
-"""How often predictions are right."""
+"""Accuracies of predictions."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from util.evaluation.results import TOP
 
 
 def top_classes(logits: torch.Tensor) -> torch.Tensor:
-    """The five classes with the highest scores [..., C], best first: int64 [..., 5], filled up with -1."""
+    """The five classes with the highest scores [..., C], best first: int64 [..., 5], padded with -1."""
     best = logits.topk(min(TOP, logits.shape[-1]), dim=-1).indices
     return torch.nn.functional.pad(best, (0, TOP - best.shape[-1]), value=-1)
 

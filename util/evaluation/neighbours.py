@@ -1,7 +1,7 @@
-"""Exact nearest neighbours by blocks of matrix products, and the votes of neighbours.
+"""Exact nearest neighbours by blocked matrix products, and the votes of neighbours.
 
-A float32 scan selects candidates by lower bounds of their distances; float64 distances rank them, and indices break
-ties. Neither rounding in the scan nor the block size can change the result: see `Scan.search`.
+A float32 scan selects candidates by lower bounds on their distances; float64 distances rank them, and indices break
+ties. Neither rounding in the scan nor the block size affects the result: see `Scan.search`.
 """
 
 from collections.abc import Iterator
@@ -11,9 +11,9 @@ import torch
 from util.cli import tracked
 from util.misc import full_float32, gather_rows, share_of_rank
 
-GROUP = 64  # scores that are first reduced to their minimum; block widths are multiples of it
+GROUP = 64  # scores that are first reduced to their minimum; block widths are multiples of this
 SPARE = 8  # candidates beyond the neighbours asked for, so that rounding seldom leaves a query in doubt
-CANDIDATE_ELEMENTS = 2**18  # of candidates' features per float64 computation: two megabytes, which fit into a cache
+CANDIDATE_ELEMENTS = 2**18  # candidates' features per float64 computation: two megabytes, which fit in a cache
 
 
 def nearest_neighbours(
@@ -29,20 +29,20 @@ def nearest_neighbours(
     """Distances (float64) and indices of each query's neighbours in `train`, both [M, k] and nearest first.
 
     train [N, D] and queries [M, D] are float32 and stay where they are; blocks of about `block_mb` go to `device`.
-    Processes share the queries, and each gets the whole result. `header` names a progress bar.
+    Processes share the queries, and each gets the whole result. `header` is the title of a progress bar, if wanted.
     """
     mine = queries[share_of_rank(len(queries))]
     rows, columns = block_shape(block_mb, len(mine), *train.shape)
     scan = Scan(train, rows, columns, device, cosine)
     blocks = mine.split(rows)
-    with full_float32():  # the bounds below are those of float32
+    with full_float32():  # the error bounds assume float32
         parts = [scan.search(scan.load(block), k) for block in tracked(blocks, header, len(blocks), rows, "queries/s")]
     squares, found = (gather_rows(torch.cat(part).cpu()) for part in zip(*parts, strict=True))
     return squares / 2 if cosine else squares.sqrt(), found  # of unit vectors, half the square is 1 - cosine
 
 
 def block_shape(block_mb: float, num_queries: int, num_train: int, width: int) -> tuple[int, int]:
-    """Queries and training vectors per block: its scores, and the vectors twice (centred or not), fill `block_mb`."""
+    """Queries and training vectors per block, whose scores and two copies of vectors (one centred) fill `block_mb`."""
     floats = block_mb * 2**20 / 4
     rows = max(min(num_queries, 4096, int(floats / 128)), 1)
     columns = min(num_train, int(floats / (rows + 2 * width)))
@@ -50,7 +50,7 @@ def block_shape(block_mb: float, num_queries: int, num_train: int, width: int) -
 
 
 class Scan:
-    """The training vectors, and what a scan needs to know of them, computed once for all queries.
+    """The training vectors, and what a scan needs to know about them, computed once for all queries.
 
     |q - t|^2 = |q|^2 + |t|^2 - 2 q.t, but float32 computes it with an error of up to slack (|q|^2 + |t|^2), where slack
     is of the order of D times the unit round-off. Ranking by |t|^2 (1 - slack) - 2 q.t therefore ranks by lower bounds.
@@ -63,7 +63,7 @@ class Scan:
         self.slack = 2 * (len(self.centre) + 8) * 2.0**-24
         norms = torch.cat([squared_norms(block - self.centre) for _, block in self.blocks()])
         self.norms = (norms * (1 - self.slack)).float()  # [N]
-        # Buffers: allocating this memory anew for every block would cost a quarter of the time.
+        # Buffers: reallocating this memory for every block would cost a quarter of the time.
         self.scores = torch.empty(rows * columns, device=device)
         self.centred = torch.empty(columns, len(self.centre), device=device)
 
@@ -80,7 +80,7 @@ class Scan:
         """Squared distances (float64) and indices of the `k` training vectors nearest to queries [M, D], both [M, k].
 
         No vector that the scan discards is nearer than `bound`. A k-th neighbour below it proves that none was missed;
-        the few queries left in doubt are compared with all training vectors.
+        the few remaining queries are compared with all training vectors.
         """
         candidates, bound = self.candidates(queries, min(k + SPARE, len(self.train)))
         rows = max(CANDIDATE_ELEMENTS // (candidates.shape[1] * queries.shape[1]), 1)
@@ -93,7 +93,7 @@ class Scan:
         return squares, found
 
     def search_all(self, query: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `search`, for one query [D], without a scan."""
+        """Like `search`, for one query [D], without a scan."""
         squares, found = torch.cat([squared_distances(block, query) for _, block in self.blocks()]).sort(stable=True)
         return squares[:k], found[:k]
 
@@ -126,7 +126,7 @@ def smallest(scores: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Ten
     rows, columns = scores.shape
     if columns % GROUP or columns <= 2 * number * GROUP:
         return scores.topk(min(number, columns), largest=False)
-    # topk is slow on long rows. The groups with the smallest minima hold the result, so it need not see the others.
+    # topk is slow on long rows. The groups with the smallest minima contain the result, so the others can be skipped.
     groups = scores.view(rows, columns // GROUP, GROUP)
     chosen = groups.amin(dim=2).topk(number, largest=False).indices  # [M, number]
     flat = chosen + torch.arange(rows, device=scores.device)[:, None] * (columns // GROUP)
@@ -136,7 +136,7 @@ def smallest(scores: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def vote(labels: torch.Tensor, weights: torch.Tensor, num_classes: int) -> torch.Tensor:
-    """The class [M] with the largest sum of weights among labels [M, K], nearest first; nearer ones win ties."""
+    """The class [M] with the largest sum of weights among labels [M, K], nearest first; the nearest wins ties."""
     predicted = []
     for label, weight in zip(labels.split(4096), weights.double().split(4096), strict=True):
         sums = torch.zeros(len(label), num_classes, dtype=torch.float64, device=label.device)

@@ -1,16 +1,16 @@
-"""What every evaluation writes and every comparison reads: a line of results.jsonl, and predictions in an .npz file.
+"""The results that evaluations write and comparisons read: a line of results.jsonl, and predictions in an .npz file.
 
 results.jsonl has one JSON object per evaluation, oldest first:
     protocol, data      a key of PROTOCOLS, and the name of the data set
     checkpoint          path, null for random weights; checkpoint_sha256 is its hash
-    settings            of encoder, data and protocol: what a fair comparison has to share
+    settings            of encoder, data and protocol: these must agree for a fair comparison
     seed, runs          the first of consecutive seeds, and their number
     acc1, acc5          percent, mean over seeds; acc1_std, acc5_std: sample standard deviation, null for one seed
-    shots               few-shot only: these four by number of shots; above, they are those of the largest number
+    shots               few-shot only: these four by number of shots; at the top level, for the largest number
     images, classes     counts
     predictions         name of the .npz file, in the same folder
     commit, versions, time
-and what a protocol adds, such as the votes of neighbours.
+and anything specific to a protocol, such as the votes of neighbours.
 
 PROTOCOL-DATA-NUMBER.npz has, for N test images and R seeds (few-shot: [S, R, ...] for S numbers of shots):
     images, labels      str [N], int32 [N]
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 RESULTS = "results.jsonl"
 FEW_SHOT = "fewshot"
-PROTOCOLS = {  # as shown, in the order of the tables
+PROTOCOLS = {  # display names, in table order
     "knn": "nearest neighbour",
     "knn-cosine": "nearest neighbour (cosine)",
     "linprobe": "linear probing",
@@ -63,7 +63,7 @@ def say_if_few_classes(num_classes: int) -> None:
 
 
 def best_epoch(by_epoch: dict[int, float]) -> dict:
-    """An entry of a result, for reference only, from the test Acc@1 by epoch: choosing an epoch needs other images."""
+    """The best epoch by test Acc@1, for reference only: choosing an epoch would need other images."""
     if not by_epoch:
         return {}
     best = max(by_epoch, key=lambda epoch: by_epoch[epoch])
@@ -93,7 +93,7 @@ class Report:
         self.subject, self.protocol, self.log_writer = subject, protocol, log_writer
         args = subject.args
         self.folder = Path(args.output_dir) if args.output_dir and is_main_process() else None
-        if self.folder:  # what cannot be written fails now, rather than after hours of work
+        if self.folder:  # fail now if it cannot be written, not after hours of work
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / RESULTS).open("a").close()
         if is_main_process() and log_writer is None:
@@ -160,7 +160,7 @@ class Report:
         }
 
     def save_arrays(self, folder: Path, arrays: dict[str, Any]) -> Path:
-        """Takes the first free number, so that no earlier result loses its predictions."""
+        """Use the first free number, so that no earlier predictions are overwritten."""
         number = 0
         while True:
             path = folder / f"{self.protocol}-{self.subject.file_name}-{number}.npz"
@@ -192,7 +192,7 @@ class Result:
 
     protocol: str
     data: str
-    scores: dict[int | None, Score]  # by number of shots; under None where the protocol has no shots
+    scores: dict[int | None, Score]  # by number of shots; None if the protocol has no shots
     settings: dict[str, Any]  # of the evaluation, with the number of classes and the seeds
     checkpoint: str | None  # None: random weights
     checkpoint_sha256: str | None
@@ -204,7 +204,7 @@ class Result:
 
     @property
     def origin_of_weights(self) -> str:
-        """The checkpoint, with the first digits of its hash."""
+        """The checkpoint and the first digits of its hash."""
         digits = f" {self.checkpoint_sha256[:8]}" if self.checkpoint_sha256 else ""
         return f"{self.checkpoint or 'random weights'}{digits}"
 
@@ -213,7 +213,7 @@ class Result:
 class EvaluatedRun:
     name: str
     results: dict[tuple[str, str], Result]  # by protocol and data set
-    replaced: list[Result]  # by a later one of other weights
+    replaced: list[Result]  # by a later result from other weights
 
 
 def read_run(name: str, path: Path) -> EvaluatedRun:
@@ -234,7 +234,7 @@ def read_run(name: str, path: Path) -> EvaluatedRun:
 
 
 def results_file(path: Path) -> Path:
-    """A results.jsonl, given by itself or by its folder."""
+    """A results.jsonl, given directly or by its folder."""
     return path if path.is_file() else path / RESULTS
 
 
@@ -264,11 +264,11 @@ def parse_result(record: dict, folder: Path) -> Result:
     )
     texts = result.protocol, result.data, result.checkpoint or "", result.checkpoint_sha256 or ""
     if not all(isinstance(text, str) for text in texts) or not isinstance(record["classes"], int):
-        raise TypeError("a text, or a number, is something else")
+        raise TypeError("an entry has the wrong type")
     if not by_shots or not all(shots is None or 0 < shots < 10**9 for shots in by_shots):
         raise ValueError("no number of shots")
-    os.fsencode(result.predictions)  # a name that a file can have
-    str(result.settings)  # they are shown where they differ: not if nested too deeply for that
+    os.fsencode(result.predictions)  # raises if it is not a valid file name
+    str(result.settings)  # raises if nested too deeply to be shown
     return result
 
 
@@ -281,7 +281,7 @@ def parse_score(values: dict) -> Score:
 
 @dataclass(frozen=True)
 class Predictions:
-    """Which of N images an evaluation recognised, with each of its R seeds."""
+    """Which of N images an evaluation classified correctly, with each of its R seeds."""
 
     path: Path
     images: np.ndarray  # names [N]
@@ -291,7 +291,7 @@ class Predictions:
 
 
 def read_predictions(result: Result) -> Predictions:
-    """Refuses a file that is damaged, or whose accuracies are not those of `result`."""
+    """Raises if the file is damaged, or if its accuracies are not those of `result`."""
     path, few_shot, again = result.predictions, result.protocol == FEW_SHOT, "run the evaluation again"
     kinds = {"images": "U", "labels": "iu", "seeds": "iu", "correct": "b", "correct5": "b"}
     arrays = read_arrays(path, kinds | ({"shots": "iu"} if few_shot else {}), again)
@@ -311,11 +311,11 @@ def read_predictions(result: Result) -> Predictions:
 
 
 def read_arrays(path: Path, kinds: dict[str, str], advice: str) -> dict[str, np.ndarray]:
-    """Arrays of an .npz by name, each with the letters of the numpy kinds that it may have, such as "iu"."""
+    """Arrays of an .npz by name. `kinds` gives the numpy kinds that each may have, such as "iu"."""
     try:
         with np.load(path, allow_pickle=False) as file:
-            arrays = {name: np.asarray(file[name]) for name in kinds}  # numpy gives what is no array as bytes
-    except Exception as error:  # zip, zlib and numpy each have several errors of their own for a damaged file
+            arrays = {name: np.asarray(file[name]) for name in kinds}  # numpy returns non-arrays as bytes
+    except Exception as error:  # zip, zlib and numpy each raise several kinds for a damaged file
         reason = error.strerror if isinstance(error, OSError) and error.strerror else "damaged or incomplete"
         raise UserError(f"{path}: {reason}; {advice}") from None
     if odd := [name for name, array in arrays.items() if array.dtype.kind not in kinds[name]]:

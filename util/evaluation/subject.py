@@ -1,4 +1,4 @@
-"""What the evaluations share: a frozen encoder, labelled data, and the features of one on the other."""
+"""What evaluations share: a frozen encoder, labelled data, and the encoder's features of it."""
 
 from argparse import Namespace
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ class Subject:
 
     @property
     def file_name(self) -> str:
-        """The data's name as part of a file's name."""
+        """The data's name as part of a file name."""
         return file_name(self.data_name)
 
     def settings(self) -> dict:
@@ -59,12 +59,12 @@ class Subject:
         }
 
     def own_statistics(self) -> dict:
-        """Mean and standard deviation of pixels, unless they are ImageNet's."""
+        """Mean and standard deviation of the pixels, unless they are ImageNet's."""
         mean, std = self.args.mean, self.args.std
         return {} if (mean, std) == pixel_statistics(self.args.in_chans) else {"mean": mean, "std": std}
 
     def data_settings(self) -> dict:
-        """The flags that chose the images."""
+        """The flags that select the images."""
         names = ("split",) if self.args.split else ()
         names += ("max_images",) if self.args.max_images else ()
         names += ("split_seed",) if names else ()
@@ -134,8 +134,8 @@ def open_subject(args: Namespace, drop_path: float = 0.0) -> Subject:
 
 
 def subject_of(encoder: VisionTransformer, checkpoint: Path | None, device: torch.device, args: Namespace) -> Subject:
-    """As `open_subject`, for an encoder already loaded from the file `checkpoint`."""
-    # From here on the flags hold what is used, given or inferred.
+    """Like `open_subject`, for an encoder already loaded from the file `checkpoint`."""
+    # From here on, the flags hold the values in use, given or inferred.
     args.model = args.model or infer_model(encoder.state_dict(), str(checkpoint))
     args.input_size = list(encoder.patch_embed.img_size)
     args.in_chans = encoder.patch_embed.proj.in_channels
@@ -167,7 +167,7 @@ def subject_of(encoder: VisionTransformer, checkpoint: Path | None, device: torc
 def classes_of_training(
     trained: list[str] | None, checkpoint: Path | None, listing: Listing | None, args: Namespace
 ) -> list[str] | None:
-    """The classes that the checkpoint was trained on, if the data has more and no flag chooses; else None."""
+    """The classes that the checkpoint was trained on, if the data has more and no flag selects any; else None."""
     if listing is None or args.num_classes or args.class_list:
         return None
     available = listing.classes(listing.place("train") or "")
@@ -182,11 +182,11 @@ def classes_of_training(
 
 
 def feature_folder(args: Namespace) -> Path | None:
-    """Where features are cached. Programs that train the encoder cache none, and have no such flags."""
+    """Where features are cached. Programs that train the encoder do not cache features, and lack these flags."""
     if "no_cache" not in args or args.no_cache:
         return None
     if args.cache_dir:
-        Path(args.cache_dir).mkdir(parents=True, exist_ok=True)  # fails now rather than after the work
+        Path(args.cache_dir).mkdir(parents=True, exist_ok=True)  # fail before any work is done
         return Path(args.cache_dir)
     return Path(args.output_dir) / "features" if args.output_dir else None
 

@@ -1,6 +1,6 @@
-"""Tables for a terminal, Markdown, HTML and LaTeX; comparisons as such tables, and as CSV.
+"""Tables for terminals, Markdown, HTML and LaTeX; comparisons as such tables, and as CSV.
 
-Each format has one function that makes any text safe in it: `plain`, `markdown`, `html_text`, `tex` and `csv_text`.
+Each format has one function that escapes any text for it: `plain`, `markdown`, `html_text`, `tex` and `csv_text`.
 """
 
 import csv
@@ -23,7 +23,9 @@ CSV_COLUMNS = (
 TEX_NAMES = {"\\": "backslash", "~": "asciitilde", "^": "asciicircum", "<": "less", ">": "greater", "|": "bar"}
 TEX_ESCAPES = str.maketrans(
     {character: f"\\{character}" for character in "&%$#_{}"}
-    | {character: f"{{{character}}}" for character in "[*"}  # else arguments of the \\ that ends the row above
+    | {
+        character: f"{{{character}}}" for character in "[*"
+    }  # otherwise read as arguments of the \\ that ends the row above
     | {character: rf"\text{name}{{}}" for character, name in TEX_NAMES.items()}
 )
 
@@ -31,7 +33,7 @@ TEX_ESCAPES = str.maketrans(
 @dataclass(frozen=True)
 class Cell:
     number: str
-    tail: str = ""  # a deviation or a star: hangs to the right of the number and is never bold
+    tail: str = ""  # a deviation or a star: to the right of the number, never bold
     bold: bool = False
 
 
@@ -55,7 +57,7 @@ class Table:
 
 
 def comparison_tables(rows: list[Comparison], names: list[str]) -> list[Table]:
-    """The main table, protocol by data set, and the few-shot table, data set by shots; an empty one is left out."""
+    """The main table, protocol by data set, and the few-shot table, data set by shots; empty tables are omitted."""
     groups = [Group(name, ["Acc@1", "Acc@5"]) for name in names]
     groups += [Group(f"{name} over {names[0]}", ["gain@1", "p@1", "gain@5", "p@5"]) for name in names[1:]]
     main = [([PROTOCOLS.get(row.protocol, row.protocol), row.data], row) for row in rows if row.protocol != FEW_SHOT]
@@ -97,14 +99,14 @@ def accuracy_cell(score: Score | None, metric: int, best: str | None) -> Cell:
 
 
 def gain_and_p(gain: Gain) -> list[Cell]:
-    """A star: significant, and in the same direction, with every seed."""
+    """A star marks a gain that is significant, and in the same direction, with every seed."""
     points = round(gain.points, 2) + 0.0  # turns -0.0 into 0.0
     star = gain.p < SIGNIFICANT and gain.agreed
     return [Cell(f"{points:+.2f}", "*" if star else ""), Cell(p_value(gain.p))]
 
 
 def p_value(p: float) -> str:
-    if p < 1e-300:  # the exact value may be too small for a float, which then says 0
+    if p < 1e-300:  # the exact value may underflow to 0
         return "<1e-300"
     return f"{p:.3f}" if p >= SIGNIFICANT else f"{p:.1e}"
 
@@ -123,7 +125,7 @@ def tallies(rows: list[Comparison], names: list[str]) -> list[str]:
 
 
 def table_notes(names: list[str], rows: list[Comparison]) -> list[str]:
-    """The tally, what a reader of the tables has to know, and what is not in them."""
+    """The tally, how to read the tables, and which results are missing."""
     notes = tallies(rows, names)
     repeated = any(std is not None for row in rows for score in row.scores if score for std in score.std)
     if repeated:
@@ -181,7 +183,7 @@ def pad(column: list[str]) -> list[str]:
 
 
 def number_column(heading: str, cells: list[Cell], ansi: bool) -> list[str]:
-    """Numbers end in the same place, whatever hangs to their right."""
+    """Numbers are right-aligned, regardless of what follows them."""
     heading, numbers = plain(heading), [plain(cell.number) for cell in cells]
     tail = max((len(cell.tail) for cell in cells), default=0)
     width = max(len(heading), tail + max(map(len, numbers), default=0))
@@ -228,7 +230,7 @@ def html_text(text: str) -> str:
 
 
 def as_html(table: Table) -> str:
-    """Scrolls by itself where it is wider than the page."""
+    """Scrolls on its own if it is wider than the page."""
     headings = [f"<th colspan={len(table.labels)}></th>"] if table.labels else []
     headings += [f"<th colspan={len(group.columns)}>{html_text(group.heading)}</th>" for group in table.groups]
     columns = [*table.labels, *(name for group in table.groups for name in group.columns)]
@@ -301,7 +303,7 @@ def tex_number(cell: Cell) -> str:
 def csv_text(text: str) -> str:
     """The single quote keeps spreadsheets from running the text as a formula."""
     text = plain(text)
-    start = unicodedata.normalize("NFKC", text).lstrip()[:1]  # some spreadsheets take a full-width = for one, too
+    start = unicodedata.normalize("NFKC", text).lstrip()[:1]  # some spreadsheets also accept a full-width =
     return f"'{text}" if start in ("=", "+", "-", "@") else text
 
 

@@ -7,7 +7,7 @@ from matplotlib.ticker import MaxNLocator
 
 from util.plots.style import COLOURS, MARKERS, verbatim
 
-# Title, key in log.txt, the line where a run aims at or changes sides, and what that line means.
+# Title, key in log.txt, the value of a reference line, and what that line means.
 PANELS = (
     ("curriculum weight $\\lambda_{CL}$", "train_lambda_cl", 0.0, "neutral"),
     ("error of hidden patches / of random ones", "mask_error_vs_random", 1.0, "below: partner, above: adversary"),
@@ -58,7 +58,7 @@ def few_shot_figure(data: str, curves: dict[str, list[tuple[int, float, float | 
         if not points:
             continue
         shots, acc, std = zip(*points, strict=True)
-        aside = 2 ** (0.05 * (at - (len(curves) - 1) / 2))  # a little apart, or the bars would hide each other
+        aside = 2 ** (0.05 * (at - (len(curves) - 1) / 2))  # offset slightly, or the bars would overlap
         axes.errorbar(
             [number * aside for number in shots],
             acc,

@@ -21,29 +21,33 @@ from util.datasets import Values, pixel_statistics
 from util.plots.snapshot import Snapshot
 from util.plots.style import COLOURS, MARKERS, verbatim
 
-HEAT = "viridis"  # as even in grey and to the colour-blind as in colour
+HEAT = "viridis"  # perceptually uniform, also in greyscale and for the colour-blind
 TILE, LABEL, BAR, TITLE, GAP = 1.0, 1.5, 0.75, 0.34, 0.04  # inches: an image, margins, a block's title, between rows
-MARGIN, NOTE, NARROWEST = 0.08, 0.17, 4.8  # inches: around all, for a line of a note, and for a title
-CHARACTERS = 16  # of a note, per inch
+MARGIN, NOTE, NARROWEST = (
+    0.08,
+    0.17,
+    4.8,
+)  # inches: around the figure, a line of a note, and the narrowest figure that fits a title
+CHARACTERS = 16  # per inch of a note
 HEAT_ENDS = {"Z": ("hidden", "visible"), "predicted error": ("easy", "hard"), "how often hidden": ("never", "always")}
-HIDDEN = 0.9  # a light grey, which few photographs have
+HIDDEN = 0.9  # a light grey, rare in photographs
 
 
 @dataclass
 class Block:
-    """What is drawn of one snapshot: N images of H x W pixels in h x w patches, all as arrays in [0, 1]."""
+    """What is drawn for one snapshot: N images of H x W pixels in h x w patches, all as arrays in [0, 1]."""
 
     title: str
     images: np.ndarray  # [N, H, W, 3]
-    heat: np.ndarray | None  # what the masking module says of each patch, [N, h, w]
+    heat: np.ndarray | None  # the masking module's value for each patch, [N, h, w]
     values: np.ndarray | None  # the same in the module's own units
-    heat_label: str  # what that is called
-    hidden: np.ndarray | None  # how often each patch is hidden, [N, h, w], where masks are drawn
+    heat_label: str  # its name
+    hidden: np.ndarray | None  # how often each patch is hidden, [N, h, w], if masks are sampled
     visible: np.ndarray  # [N, h, w], 1 is visible
     reconstructed: np.ndarray  # [N, H, W, 3]
-    error: np.ndarray  # of each patch, as the loss counts it, [N, h, w]; that of visible ones is not trained
+    error: np.ndarray  # of each patch, as in the loss, [N, h, w]; not trained for visible ones
     health: dict[str, float]  # of these masks
-    note: str  # what a reader must know about the reconstructions
+    note: str  # how to read the reconstructions
 
     def rows(self) -> dict[str, np.ndarray]:
         """The rows of the figure by their labels."""
@@ -56,7 +60,7 @@ class Block:
         return {**rows, "mask": masked, "reconstruction": self.reconstructed}
 
     def per_pixel(self, values: np.ndarray) -> np.ndarray:
-        """A value for each patch [N, h, w] as one for each pixel [N, H, W]."""
+        """Values per patch [N, h, w] repeated per pixel [N, H, W]."""
         patch = self.images.shape[1] // self.visible.shape[1]
         return values.repeat(patch, axis=1).repeat(patch, axis=2)
 
@@ -87,14 +91,14 @@ def draw_block(snapshot: Snapshot, imgs: torch.Tensor, seed: int = 0, true_stats
 
 
 def heat_of(values: torch.Tensor) -> torch.Tensor:
-    """Values [N, L] in [0, 1] as they are; others stretched to it, image by image."""
+    """Values [N, L] rescaled to [0, 1] per image, or unchanged if all are in [0, 1]."""
     low, high = values.amin(dim=1, keepdim=True), values.amax(dim=1, keepdim=True)
     bounded = bool((low >= 0).all() and (high <= 1).all())
     return values if bounded else (values - low) / (high - low).clamp(min=1e-6)
 
 
 def reconstruction_note(normalised: bool, true_stats: bool) -> str:
-    """What a reader must know about the brightness of predicted patches."""
+    """How to read the brightness of predicted patches."""
     if not normalised:
         return ""
     if true_stats:
@@ -155,7 +159,7 @@ def side_by_side(tiles: np.ndarray, gap: int = 0) -> np.ndarray:
 
 
 def draw_strip(axes: Axes, pixels: np.ndarray) -> None:
-    """Colours [H, W, 3], or values [H, W] in [0, 1]; what is not a number stays white."""
+    """Colours [H, W, 3], or values [H, W] in [0, 1]; NaNs stay white."""
     if pixels.ndim == 3:
         pixels = np.nan_to_num(pixels, nan=1.0)
     axes.imshow(pixels, cmap=HEAT, vmin=0, vmax=1, interpolation="nearest", aspect="auto")
@@ -168,12 +172,12 @@ def add_heat_bar(figure: Figure, axes: Axes, ends: tuple[str, str]) -> None:
     bar.ax.set_yticklabels(ends, fontsize=8)
     bar.ax.tick_params(length=0, pad=2)
     for text, edge in zip(bar.ax.get_yticklabels(), ("bottom", "top"), strict=True):
-        text.set_verticalalignment(edge)  # within the bar, or it would meet the next one's
+        text.set_verticalalignment(edge)  # within the bar, or it would touch the next one's
     bar.outline.set_visible(False)
 
 
 def diversity_figure(blocks: list[Block]) -> Figure:
-    """Many images' masks, a square of them for each snapshot: equal masks, mode collapse, are seen at a glance."""
+    """Many images' masks, in one square per snapshot, which shows mode collapse (equal masks) at a glance."""
     side = int(np.ceil(len(blocks[0].visible) ** 0.5))
     columns = min(len(blocks), 4)
     rows = -(-len(blocks) // columns)
@@ -198,7 +202,7 @@ def diversity_figure(blocks: list[Block]) -> Figure:
 
 
 def positions_figure(blocks: list[Block]) -> Figure:
-    """How often each position is visible: masks made for the place, not for the image, are seen at a glance."""
+    """How often each position is visible, which shows at a glance whether masks depend on position, not content."""
     columns = min(len(blocks), 4)
     rows = -(-len(blocks) // columns)
     figure = Figure(figsize=(3.4 * columns, 3.6 * rows + 0.6), layout=ConstrainedLayoutEngine(h_pad=0.15))
@@ -223,7 +227,7 @@ def positions_figure(blocks: list[Block]) -> Figure:
 
 
 def forensics_figure(measured: list[dict]) -> Figure:
-    """Position maps of every moment of every run, and below them the metrics of all runs over training."""
+    """Position maps of every checkpoint of every run, and below them the metrics of all runs over training."""
     curves = [
         name
         for name in ("judge", "own", "edge", "mirror", "place", "visible")
@@ -296,7 +300,7 @@ def animation(blocks: list[Block], path: Path, frames_per_second: int = 2) -> No
             axes.set_box_aspect(height / width)
             axes.set_title(label, fontsize=9)
 
-    frames = [*blocks, *blocks[-1:] * 3]  # the end is held for a while
+    frames = [*blocks, *blocks[-1:] * 3]  # hold the last frame
     FuncAnimation(figure, draw, frames=frames, init_func=lambda: None).save(
         path, PillowWriter(frames_per_second), dpi=100
     )
@@ -311,9 +315,9 @@ def reconstruction(
 ) -> torch.Tensor:
     """Images [N, C, H, W] with the removed patches replaced by their prediction [N, L, P].
 
-    A model of normalised patches predicts no brightness or contrast. Here each image's predictions get the mean and
-    spread of its visible pixels, which the model has seen. `true_stats` gives them the removed patches' own instead,
-    which leaks what the model cannot know.
+    A model of normalised patches predicts neither brightness nor contrast. Here each image's predictions get the mean
+    and deviation of its visible pixels, which the model has seen. `true_stats` uses those of the removed patches
+    instead, which leaks ground truth.
     """
     patches = model.patchify(imgs)
     removed = mask.unsqueeze(-1)  # [N, L, 1], 0 is keep, 1 is remove
@@ -338,7 +342,7 @@ def mask_picture(
     min_side: int = 64,
 ) -> torch.Tensor:
     """A picture [3, height, width] in [0, 1] with a column per image. From the top: the image, the masking module's
-    values [N, L], if any, in grey, the image with its removed patches in grey, and the reconstruction."""
+    values [N, L], if any, in grey, the image with removed patches in grey, and the reconstruction."""
     imgs = imgs.float()
     patches = model.patchify(imgs)
     masked = model.unpatchify(patches * (1 - mask.unsqueeze(-1)))  # 0 is the mean colour: grey

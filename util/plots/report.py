@@ -1,6 +1,6 @@
-"""The HTML report: one file that needs no network, with masks over training, curves, settings and results of runs.
+"""The HTML report: one self-contained file with masks over training, curves, settings and results of runs.
 
-report.html beside this file is the page; what it shows goes into it as JSON, and pictures as data URIs.
+report.html beside this file is the template; data is inserted as JSON, and pictures as data URIs.
 """
 
 import base64
@@ -23,12 +23,12 @@ from util.plots.snapshot import Snapshot, as_input, evenly
 from util.plots.style import COLOURS
 
 PAGE = Path(__file__).with_name("report.html")
-LIMIT, MARGIN = 5_000_000, 10_000  # bytes of the file, which can be mailed, and of what is not counted
-SHOWN_IMAGES, POSITION_IMAGES, CHECKPOINTS, POINTS = 6, 256, 24, 400  # the last: of a curve
-SCALES, QUALITIES = (1, 2, 4), (90, 75, 50)  # pictures are reduced by these, and JPEGs, until they fit
-BLACK = "#000000"  # which a dark page would hide
+LIMIT, MARGIN = 5_000_000, 10_000  # bytes: of the file, small enough to mail, and for what is not counted
+SHOWN_IMAGES, POSITION_IMAGES, CHECKPOINTS, POINTS = 6, 256, 24, 400  # POINTS: per curve
+SCALES, QUALITIES = (1, 2, 4), (90, 75, 50)  # tried in turn until the pictures fit
+BLACK = "#000000"  # invisible on a dark page
 
-# Key in log.txt, title, the line where a run aims at or changes sides, and a sentence for newcomers.
+# Key in log.txt, title, the value of a reference line, and a sentence for newcomers.
 CURVES = (
     (
         "train_lambda_cl",
@@ -40,7 +40,7 @@ CURVES = (
         "mask_error_vs_random",
         "Difficulty of the masks",
         1.0,
-        "Error on hidden patches over that on random masks, for the run's own autoencoder: above 1 is harder.",
+        "Error on hidden patches relative to random masks, for the run's own autoencoder: above 1 is harder.",
     ),
     ("mask_edge", "Hidden detail", 0.0, "Edge energy of hidden minus visible patches: above 0, detail is hidden."),
     (
@@ -51,15 +51,15 @@ CURVES = (
     ),
     ("train_mask_visible", "Visible share", None, "How much of an image the autoencoder sees."),
     ("train_mask_hamming", "Distance between masks", None, "Share of patches in which two images' masks differ."),
-    ("train_mask_place", "Explained by position", None, "0: masks follow the image; 1: one mask for all images."),
-    ("mask_mirror", "Mirrored image, mirrored scores", None, "1: the module's scores follow the content of an image."),
+    ("train_mask_place", "Explained by position", None, "0: independent of position; 1: one mask for all images."),
+    ("mask_mirror", "Mirrored image, mirrored scores", None, "1: the module's scores are mirrored with the image."),
     ("train_mask_decisive", "Decisive share of Z", None, "Share of the module's outputs within 0.1 of 0 or 1."),
 )
 
 
 @dataclass
 class ReportedRun:
-    """What the page shows of a run; images [N, H, W, 3] wait as pixels until their share of the file is known."""
+    """What the page shows of a run; images [N, H, W, 3] stay as pixels until their share of the file is known."""
 
     name: str
     entry: dict[str, Any]
@@ -77,7 +77,7 @@ def report_run(
     seed: int = 0,
     true_stats: bool = False,
 ) -> ReportedRun:
-    """The run's checkpoints, oldest first: what each does to `images`, and where its masks for `more` images lie."""
+    """A run's checkpoints, oldest first: what each does to `images`, and the positions its masks of `more` show."""
     inputs, run, moments = None, ReportedRun(name, {}, {}), []
     for snapshot in snapshots:
         if inputs is None:
@@ -125,7 +125,7 @@ def per_patch(values: np.ndarray | None) -> list[list[float]] | None:
 
 
 def report_page(runs: list[ReportedRun], sections: dict[str, str], images: int) -> str:
-    """The whole file. `sections` are HTML by their marks in the page; `images` is the number behind position maps."""
+    """The whole file. `sections` maps marks in the page to HTML; `images` is the number behind the position maps."""
     for at, run in enumerate(runs):
         colour = COLOURS[at % len(COLOURS)]
         run.entry["colour"] = "currentColor" if colour == BLACK else colour
@@ -150,7 +150,7 @@ def as_json(data: Any) -> str:
 
 
 def rounded(value: Any) -> Any:
-    """Floats with three digits, the rest as it is; what is not finite, JSON cannot say."""
+    """Floats rounded to three significant digits, or None if not finite, as JSON has no such numbers."""
     if isinstance(value, dict):
         return {str(key): rounded(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -161,12 +161,12 @@ def rounded(value: Any) -> Any:
 
 
 def sheet(pixels: np.ndarray) -> Image.Image:
-    """Images [N, H, W, 3] in [0, 1] below each other."""
+    """Images [N, H, W, 3] in [0, 1], stacked vertically."""
     return Image.fromarray((pixels * 255).round().astype(np.uint8).reshape(-1, *pixels.shape[2:]))
 
 
 def as_data_uris(sheets: list[Image.Image], room: int) -> list[str]:
-    """PNG where even raw pixels fit into `room` characters; else JPEG, as good as fits."""
+    """PNG if even raw pixels fit into `room` characters; otherwise JPEG, at the best quality that fits."""
     if sum(sheet.width * sheet.height * 4 for sheet in sheets) <= room:
         return [data_uri(sheet, "png") for sheet in sheets]
     for scale in SCALES:

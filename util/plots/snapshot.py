@@ -1,4 +1,4 @@
-"""A moment of a pretraining run: the networks of a checkpoint, what they do to images, and which images to show."""
+"""A snapshot of a pretraining run: a checkpoint's networks, what they do to images, and which images to show."""
 
 import os
 from argparse import Namespace
@@ -40,9 +40,9 @@ class Snapshot:
     name: str  # of the run
     model: MaskedAutoencoderViT
     masking: Masking
-    settings: dict  # the run's flags; empty where the file does not tell
+    settings: dict  # the run's flags; empty if the file has none
     epoch: int | None  # the last complete one, from 0
-    lambda_cl: float | None  # None where masks do not follow it
+    lambda_cl: float | None  # None if masks do not follow it
 
     @property
     def title(self) -> str:
@@ -56,13 +56,13 @@ class Snapshot:
 
     @property
     def statistics(self) -> tuple[Values, Values]:
-        """Mean and standard deviation of pixels, where the file tells."""
+        """Mean and standard deviation of the pixels, if recorded."""
         return self.settings.get("mean"), self.settings.get("std")
 
     @torch.no_grad()
     def mask(self, imgs: torch.Tensor, seed: int = 0, first: int = 0) -> Masked:
-        """Mask and reconstruct as training does; `seed` is that of random masks, `first` the number of the first image
-        where a larger set is masked in parts."""
+        """Mask and reconstruct as in training; `seed` is for random masks, `first` the index of the first image if a
+        larger set is masked in parts."""
         values, ask = self.masking.values(imgs), self.ask(imgs, seed, first)
         _, pred, mask = self.model(imgs, ask.mask_ratio, **self.masking.choose(ask, values))
         return Masked(values, mask, pred)
@@ -71,13 +71,13 @@ class Snapshot:
         index = torch.arange(first, first + len(imgs)) + (seed << 32)
         ask = self.masking.ask(imgs, index, self.epoch or 0, 0.0)
         ask.lambda_cl = 0.0 if self.lambda_cl is None else self.lambda_cl
-        # One draw for all snapshots: from one to the next, a mask changes by what training did, not by chance.
+        # The same draw for all snapshots: masks change between them because of training, not by chance.
         ask.keys = image_keys(0, 0, index.to(imgs.device))
         return ask
 
     @torch.no_grad()
     def hidden_share(self, imgs: torch.Tensor, draws: int = 64) -> torch.Tensor:
-        """How often each patch [N, L] is hidden, over masks drawn with as many seeds."""
+        """How often each patch [N, L] is hidden, over masks drawn with `draws` seeds."""
         values = self.masking.values(imgs)
         return torch.stack([self.mask_alone(imgs, values, seed) for seed in range(draws)]).mean(dim=0)
 
@@ -115,7 +115,7 @@ def snapshots_of(path: Path) -> list[Path]:
 
 
 def evenly(items: list, most: int) -> list:
-    """At most `most` of the items, evenly spread; the last always, and the first if there is room."""
+    """At most `most` of the items, evenly spaced; always the last, and the first unless `most` is 1."""
     if len(items) <= most:
         return items
     if most == 1:
@@ -127,7 +127,7 @@ def evenly(items: list, most: int) -> list:
 
 
 def name_runs(args: Namespace) -> None:
-    """Settle `args.names`, one for each of `args.runs`: by default those of their folders."""
+    """Set `args.names`, one for each of `args.runs`: by default their folders' names."""
     if missing := [path for path in args.runs if not Path(path).exists()]:
         raise UserError(f"there is no checkpoint or folder {missing[0]}")
     if args.names is None:
@@ -140,7 +140,7 @@ def name_runs(args: Namespace) -> None:
 
 
 def checkpoints_by_run(args: Namespace) -> dict[str, list[Path]]:
-    """The checkpoints of `args.runs` by name; those under one name are of one run."""
+    """The checkpoints of `args.runs` by name; those with the same name belong to one run."""
     runs: dict[str, list[Path]] = {}
     for name, path in zip(args.names, args.runs, strict=True):
         runs.setdefault(name, []).extend(snapshots_of(Path(path)))
@@ -148,11 +148,11 @@ def checkpoints_by_run(args: Namespace) -> dict[str, list[Path]]:
 
 
 def open_source(args: Namespace, snapshot: Snapshot) -> Source:
-    """`--images`, or a data set, by default the run's: its held-out images if there are any."""
+    """`--images`, or a data set, by default the run's; its held-out images if there are any."""
     if args.images:
         return ImageList(Names.pack(path for given in args.images for path in image_files(Path(given))))
     refuse_unused_data_flags(args)
-    if args.data_set == "folder" and args.data_path == DEFAULT_DATA_PATH:  # nothing named: what the run trained on
+    if args.data_set == "folder" and args.data_path == DEFAULT_DATA_PATH:  # none given: use the run's
         vars(args).update({name: snapshot.settings[name] for name in data_flags() if name in snapshot.settings})
     args.input_size, args.in_chans = list(snapshot.model.img_size), snapshot.model.in_chans
     if args.data_set == "folder":
@@ -165,7 +165,7 @@ def open_source(args: Namespace, snapshot: Snapshot) -> Source:
 
 
 def data_flags() -> list[str]:
-    """The names of all flags that choose a data set."""
+    """The names of all flags that define a data set."""
     add_data_arguments(parser := ArgumentParser())
     return list(vars(parser.parse_args([])))
 
@@ -183,7 +183,7 @@ def image_files(path: Path) -> list[str]:
 
 
 def read_images(source: Source, most: int, seed: int) -> list[Image.Image]:
-    """At most `most` images, drawn from the source; unreadable ones are left out and named."""
+    """At most `most` images, drawn from the source; unreadable ones are skipped and reported."""
     indices = torch.randperm(len(source), generator=generator("pictures", seed))[:most].sort().values.tolist()
     images = [image for index in indices if (image := readable_image(source, index)) is not None]
     if not images:
@@ -203,7 +203,7 @@ def readable_image(source: Source, index: int) -> Image.Image | None:
 
 
 def as_input(images: list[Image.Image], snapshot: Snapshot, device: torch.device) -> torch.Tensor:
-    """Images [N, C, H, W] as the snapshot's networks take them."""
+    """Images [N, C, H, W] as input for the snapshot's networks."""
     in_chans, (mean, std) = snapshot.model.in_chans, snapshot.statistics
     size = list(snapshot.model.img_size)
     transform = build_eval_transform(Namespace(input_size=size, in_chans=in_chans, mean=mean, std=std))

@@ -1,4 +1,4 @@
-"""What all figures share: names of runs, colours, and files that are reproducible. Drawing alone needs matplotlib."""
+"""What all figures share: run names, colours, and reproducible files. Only drawing needs matplotlib."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,15 +9,15 @@ from util.cli import plain
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Okabe and Ito's palette, which the colour-blind can distinguish. Seven colours and eight markers: a pair repeats after
-# 56 runs. Its yellow is left out, being hard to see on white.
+# Okabe and Ito's colour-blind-safe palette, without its yellow, which is hard to see on white. Seven colours and eight
+# markers: a pair repeats after 56 runs.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 FORMATS = ("png", "pdf")
 
 
 def short_names(paths: list[Path]) -> list[str]:
-    """As much of the paths' ends as it takes to distinguish them."""
+    """The shortest path endings that distinguish the paths."""
     for depth in range(1, max(len(path.parts) for path in paths) + 1):
         names = ["/".join(path.parts[1:][-depth:]) for path in paths]
         if len(set(names)) == len(names):
@@ -26,7 +26,7 @@ def short_names(paths: list[Path]) -> list[str]:
 
 
 def verbatim(text: str) -> str:
-    """Text that matplotlib shows as it is: no formula between dollars, no label hidden for its leading underscore."""
+    """Text that matplotlib shows verbatim: no formula between dollars, no label hidden by a leading underscore."""
     return (" " if text.startswith("_") else "") + plain(text).replace("$", r"\$")
 
 
@@ -37,6 +37,6 @@ def save_figure(figure: "Figure", stem: Path, formats: Sequence[str] = FORMATS, 
     paths = [stem.with_name(f"{stem.name}.{suffix}") for suffix in formats]
     for path in paths:
         metadata = {"CreationDate": None} if path.suffix == ".pdf" else None
-        with matplotlib.rc_context({"pdf.fonttype": 42}):  # TrueType: some venues refuse Type 3 fonts
+        with matplotlib.rc_context({"pdf.fonttype": 42}):  # TrueType: some venues reject Type 3 fonts
             figure.savefig(path, dpi=dpi, metadata=metadata)
     return paths

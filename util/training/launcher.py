@@ -1,9 +1,9 @@
-"""One launcher for all main programs: a program becomes a job of a cluster, and stays one until it is done.
+"""One launcher for all main programs: submits a program as a cluster job that is requeued until it is done.
 
     python submitit_pretrain.py --nodes 8 --ngpus 8 --model mae_vit_base --data_path /data/imagenet
     python submitit_eval.py --task knn --finetune runs/clmae --data_path /data/imagenet
 
-A job whose time is up, or that is preempted, saves its state, goes back to the queue and continues from there.
+A job that times out or is preempted saves its state, is requeued, and resumes from there.
 """
 
 import copy
@@ -41,56 +41,56 @@ from util.cli import (
 from util.hub import is_hub_name
 
 ROOT = Path(__file__).resolve().parents[2]
-SIGNAL_DELAY = 120  # seconds between the cluster's warning and its end of the job: time to finish a step and save
-PATIENCE = 30 * 60  # seconds that a saved job waits for the cluster to end it; longer than grace times are
-MOST_TIMEOUTS = 10_000  # requeues after a time-out; in effect, until the run is done
+SIGNAL_DELAY = 120  # seconds between the cluster's warning and the end of the job: time to finish a step and save
+PATIENCE = 30 * 60  # seconds that a saved job waits for the cluster to end it; longer than any usual grace period
+MOST_TIMEOUTS = 10_000  # requeues after a time-out; in effect unlimited
 
 
 def add_job_arguments(parser: ArgumentParser) -> None:
     job = parser.add_argument_group("job")
-    job.add_argument("--job_dir", default="./output_dir/%j", help="logs, and results unless --output_dir; %%j: job id")
+    job.add_argument("--job_dir", default="./output_dir/%j", help="logs, and default --output_dir; %%j: job id")
     add_resource_arguments(job)
     job.add_argument(
         "--cluster",
         default="slurm",
         choices=["slurm", "local", "debug"],
-        help="local: processes on this machine; debug: in this very process, with pdb after an error",
+        help="local: processes on this machine; debug: this process, with pdb after an error",
     )
     job.add_argument(
         "--array",
         nargs="+",
         default=[],
         metavar="FLAG=V1,V2",
-        help="a job for each value, as in seed=0,1,2; several multiply",
+        help="a job for each value, as in seed=0,1,2; for several flags, each combination",
     )
 
 
 def add_resource_arguments(job: _ArgumentGroup) -> None:
-    """What a job asks the cluster for."""
+    """The resources a job requests from the cluster."""
     job.add_argument("--nodes", default=2, type=count, help="number of nodes")
     job.add_argument(
-        "--ngpus", default=8, type=count_or_zero, help="GPUs, and processes, on each node; 0: one process, no GPU"
+        "--ngpus", default=8, type=count_or_zero, help="GPUs and processes per node; 0: one process, no GPU"
     )
-    job.add_argument("--timeout", default=4320, type=count, help="minutes until the job is requeued to continue")
-    job.add_argument("--partition", help="default: the cluster's")
-    job.add_argument("--account", help="to be charged; default: the cluster's")
+    job.add_argument("--timeout", default=4320, type=count, help="minutes until the job is requeued")
+    job.add_argument("--partition", help="partition; default: the cluster's")
+    job.add_argument("--account", help="account to charge; default: the cluster's")
     job.add_argument("--qos", help="quality of service; default: the cluster's")
-    job.add_argument("--constraint", help="node features to ask for")
-    job.add_argument("--use_volta32", action="store_true", help="ask for the node feature volta32gb")
-    job.add_argument("--comment", help="passed to the scheduler")
-    job.add_argument("--mem_gb", type=positive, help="memory of each node; default: the cluster's")
-    job.add_argument("--cpus_per_task", type=count, help="default: one for each loader process, and one")
+    job.add_argument("--constraint", help="required node features")
+    job.add_argument("--use_volta32", action="store_true", help="require the node feature volta32gb")
+    job.add_argument("--comment", help="comment for the scheduler")
+    job.add_argument("--mem_gb", type=positive, help="memory per node in GB; default: the cluster's")
+    job.add_argument("--cpus_per_task", type=count, help="CPUs per process; default: one more than loader processes")
 
 
 def job_flags() -> set[str]:
-    """Names of the flags above, which say nothing about a run itself."""
+    """Names of the flags above, which concern the job, not the run."""
     parser = ArgumentParser()
     add_job_arguments(parser)
     return set(vars(parser.parse_args([])))
 
 
 class ClusterJob:
-    """A main program and its flags, as every process of a job calls it."""
+    """A main program and its flags, called by every process of a job."""
 
     def __init__(self, program: str, args: Namespace):
         self.program, self.args = program, args
@@ -98,9 +98,9 @@ class ClusterJob:
     def __call__(self) -> None:
         environment = submitit.JobEnvironment()
         setup_logging(timestamps=True)
-        if environment.num_tasks > 1:  # tell torch who the processes of this job are, as torchrun would
+        if environment.num_tasks > 1:  # set the environment as torchrun would
             processes = submitit.helpers.TorchDistributedEnvironment()
-            # One that is set already is kept, for clusters whose node names do not lead to the right network.
+            # Keep an address that is already set, for clusters whose node names resolve to the wrong network.
             processes.master_addr = os.environ.get("MASTER_ADDR", processes.master_addr)
             processes.export(set_cuda_visible_devices=False, overwrite=True)
         try:
@@ -114,8 +114,8 @@ class ClusterJob:
             end_children()
 
     def own_args(self, job_id: str) -> Namespace:
-        """The flags for this start of the job, which may not be its first. A cluster may also restart a job by itself,
-        after a node failed. The folder decides: a run that is there is resumed, however it began."""
+        """The flags for this start of the job, which may not be its first: a cluster may also restart a job on its own
+        after a node failure. A run with a checkpoint in its folder is resumed, however it began."""
         args = copy.deepcopy(self.args)
         args.output_dir = args.output_dir.replace("%j", job_id)
         begun = args.output_dir and any_checkpoint(Path(args.output_dir))
@@ -124,22 +124,22 @@ class ClusterJob:
         return args
 
     def checkpoint(self) -> submitit.helpers.DelayedSubmission:
-        """What submitit puts back into the queue."""
+        """What submitit requeues."""
         return submitit.helpers.DelayedSubmission(self)
 
 
 def requeue(environment: submitit.JobEnvironment, stop: Interrupted) -> None:
-    """Let submitit put the job, which has saved its state, back into the queue; then leave.
+    """Let submitit requeue the job, which has saved its state; then exit.
 
-    While the program ran it kept the signals to itself; now submitit's own handlers are back, and the first process's
-    requeues the job. After SIGTERM alone it is the cluster that knows what comes: it kills a job that was cancelled,
-    and requeues one that was preempted, but only if that has not ended by itself.
+    The program handled signals itself while it ran; now submitit's handlers are back, and the first process's requeues
+    the job. After SIGTERM alone, the cluster decides: it kills a cancelled job, and requeues a preempted one, but only
+    if that has not exited by itself.
     """
     asked_to_requeue = signal.Signals[f"SIG{environment.USR_SIG}"]
     if asked_to_requeue in stop.received and callable(signal.getsignal(asked_to_requeue)):
         signal.raise_signal(asked_to_requeue)
     if environment.cluster == "slurm":
-        # Also, the end of one process would end the others, perhaps before the first has reached the scheduler.
+        # Also, one process that exits would end the others, perhaps before the first has reached the scheduler.
         time.sleep(PATIENCE)
     sys.exit(Interrupted.exit_code)
 
@@ -167,12 +167,12 @@ def launch(program: str, parser: ArgumentParser, argv: list[str] | None = None) 
 
 
 def check_before_submission(program: str, args: Namespace) -> None:
-    """All of the program's own checks of its flags, so that no job waits in a queue to fail on a typo. Data and
-    checkpoints may be out of this machine's sight, which is worth a warning only."""
+    """Run the program's own checks of its flags, so that no job waits in a queue only to fail on a typo. Data and
+    checkpoints may not be visible from this machine, so if they are missing it only warns."""
     module = importlib.import_module(program)
     own = copy.deepcopy(args)
     settle_shared_args(own)
-    if hasattr(module, "check_args"):  # argparse alone checks main_knn.py's and main_fewshot.py's
+    if hasattr(module, "check_args"):  # main_knn.py and main_fewshot.py have only argparse's checks
         module.check_args(own)
     if args.data_set == "folder" and not args.data_path.startswith("hf:") and not glob(args.data_path):
         logger.warning("--data_path %s does not exist on this machine; do the cluster's nodes see it?", args.data_path)
@@ -183,7 +183,7 @@ def check_before_submission(program: str, args: Namespace) -> None:
 
 
 def combinations(array: list[str]) -> list[list[str]]:
-    """["seed=0,1"] to [["--seed", "0"], ["--seed", "1"]]; several flags multiply."""
+    """["seed=0,1"] to [["--seed", "0"], ["--seed", "1"]]; for several flags, all combinations."""
     choices = []
     for entry in array:
         name, equals, values = entry.partition("=")
@@ -197,7 +197,7 @@ def combinations(array: list[str]) -> list[list[str]]:
 
 
 def program_args(args: Namespace) -> Namespace:
-    """The flags as the program wants them, which knows nothing of jobs."""
+    """The program's own flags, without those of the job."""
     if args.output_dir == DEFAULT_OUTPUT_DIR:
         args.output_dir = args.job_dir
     if args.device is None:
@@ -206,7 +206,7 @@ def program_args(args: Namespace) -> Namespace:
 
 
 def build_executor(program: str, args: Namespace, after: str | None = None) -> submitit.AutoExecutor:
-    """What submits jobs of `program`; those of SLURM start when the condition `after` is met, as in afterok:123."""
+    """The executor that submits `program`; a SLURM job starts when the condition `after` is met, as in afterok:123."""
     if args.cluster == "slurm" and shutil.which("srun") is None:
         raise UserError("there is no SLURM here (no srun); use --cluster local, or torchrun without a cluster")
     if args.cluster != "slurm" and args.nodes > 1:
@@ -222,9 +222,9 @@ def build_executor(program: str, args: Namespace, after: str | None = None) -> s
         **{name: getattr(args, name) for name in ("partition", "account", "qos", "comment")},
         "constraint": constraint or None,
         "signal_delay_s": min(SIGNAL_DELAY, 60 * args.timeout // 4),
-        # One process that fails ends them all, at once. And a step has to ask for its CPUs anew.
+        # A process that fails ends all the others at once. And a step has to request its CPUs again.
         "srun_args": ["--kill-on-bad-exit=1", f"--cpus-per-task={cpus}"],
-        # A condition that can no longer be met would leave the job in the queue for ever.
+        # A condition that can no longer be met would leave the job in the queue forever.
         "additional_parameters": {"dependency": after, "kill_on_invalid_dep": "yes"} if after else None,
     }
     common = {
@@ -242,7 +242,7 @@ def build_executor(program: str, args: Namespace, after: str | None = None) -> s
 
 
 def submit(executor: submitit.AutoExecutor, runs: list[ClusterJob], args: Namespace) -> list[submitit.Job]:
-    """SLURM takes all runs at once; on this machine they run one after the other, as its devices are not shared out."""
+    """SLURM takes all runs at once; on this machine they run one after another, as its devices are not allocated."""
     if args.cluster != "slurm":
         return [wait_for(executor.submit(run), args) for run in runs]
     try:
@@ -262,13 +262,13 @@ def wait_for(job: submitit.Job, args: Namespace) -> submitit.Job:
     except UncompletedJobError as error:
         raise UserError(f"job {job.job_id} failed: {failure(job) or error}") from None
     finally:
-        with suppress(OSError):  # submitit makes an empty folder of that very name
+        with suppress(OSError):  # submitit creates an empty folder of that literal name
             Path(args.job_dir).rmdir()
     return job
 
 
 def failure(job: submitit.Job) -> str | None:
-    """The traceback of the process that failed first, as far as it left one. The others only tell that they lost it."""
+    """The traceback of the process that failed first, if it left one. The others only report a lost connection."""
     tracebacks = []
     for task in range(job.num_tasks):
         file = job.task(task).paths.result_pickle

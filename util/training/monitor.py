@@ -1,5 +1,5 @@
-"""What is checked between epochs: the masks, how hard they are, whether the encoder's features collapse, and a quick
-nearest-neighbour check."""
+"""Checks between epochs: the masks and their difficulty, collapse of the encoder's features, and a quick
+nearest-neighbour evaluation."""
 
 from argparse import Namespace
 from functools import partial
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from models_mae import MaskedAutoencoderViT
     from util.data.listing import Listing
 
-WATCHED_IMAGES = 256  # behind encoder/rank; held in memory
-PICTURED_IMAGES, INSPECTED_IMAGES = 8, 64  # of them: columns of the picture; behind mask/error_vs_random
+WATCHED_IMAGES = 256  # for encoder/rank; kept in memory
+PICTURED_IMAGES, INSPECTED_IMAGES = 8, 64  # of these: columns of the picture; for mask/error_vs_random
 KNN_TRAIN_IMAGES, KNN_VAL_IMAGES = 10_000, 2_000  # at most, because --knn_every is only a quick check
-KNN_CHECKS, KNN_SHARE = 10, 0.02  # by default: at most so many in a run, and images in them per image trained on
-COLLAPSED_RANK, VANISHED_NORM = 3, 1e-3  # of features that hardly differ; random weights have a rank of about 15
+KNN_CHECKS, KNN_SHARE = 10, 0.02  # defaults: maximum checks per run, and images checked per image trained on
+COLLAPSED_RANK, VANISHED_NORM = 3, 1e-3  # of near-constant features; random weights have a rank of about 15
 
 
 class Monitor:
     """Checks the networks after an epoch, on images chosen once for the whole run.
 
-    The first process looks at masks and features; all share the work of the nearest-neighbour check.
+    The first process examines masks and features; all share the work of the nearest-neighbour check.
     """
 
     def __init__(self, args: Namespace, device: torch.device, listing: "Listing | None" = None):
@@ -59,20 +59,20 @@ class Monitor:
 
     @torch.no_grad()
     def look_at_features(self, imgs: torch.Tensor, model: "MaskedAutoencoderViT") -> dict[str, float]:
-        """Effective rank and mean norm of the mean patch token: without labels, they tell of a collapse."""
-        if not hasattr(model, "forward_encoder"):  # an autoencoder of one's own need not have it
+        """Effective rank and mean norm of the mean patch token, which reveal a collapse without labels."""
+        if not hasattr(model, "forward_encoder"):  # custom autoencoders need not have it
             return {}
         with autocast(self.device, amp_dtype(self.args.amp, self.device)):
             parts = [mean_patch_token(model, part.to(self.device)) for part in imgs.split(64)]
         features = torch.cat(parts).cpu()
-        if not features.isfinite().all():  # of weights that the saver refuses next
+        if not features.isfinite().all():  # the saver rejects such weights next
             return {}
         rank, norm = effective_rank(features), features.norm(dim=1).mean().item()
         collapsed = norm < VANISHED_NORM or rank < min(COLLAPSED_RANK, 0.1 * len(features))
         if collapsed and not self.collapsed:
             self.collapsed = True
             logger.warning(
-                "the encoder collapses: its features of %d images have rank %.2f, norm %.2g", len(imgs), rank, norm
+                "the encoder collapses: features of %d images have rank %.2f, norm %.2g", len(imgs), rank, norm
             )
         return {"encoder/rank": rank, "encoder/norm": norm}
 
@@ -85,8 +85,8 @@ class Monitor:
         masking: "Masking",
         log_writer: Board | None,
     ) -> dict[str, float]:
-        """Draw the masks in use and take the cheap measures of util/evaluation/forensics.py; "mask/error_vs_random" is
-        called "own" there."""
+        """Draw the current masks and compute the cheap metrics of util/evaluation/forensics.py, where
+        "mask/error_vs_random" is called "own"."""
         values = masking.unwrapped_values(imgs)
         index = torch.arange(len(imgs))
         ask = masking.ask(imgs, index, epoch, (epoch + 1) / self.args.epochs)
@@ -150,7 +150,7 @@ def watched_images(args: Namespace, listing: "Listing | None") -> torch.Tensor:
 
 
 def knn_data(args: Namespace, listing: "Listing | None") -> list[tuple[ImageDataset, list[int]]]:
-    """Data sets and indices of the training and of the validation images; unless asked for, none without labels."""
+    """Data sets and indices of the training and validation images; without labels none, or an error if requested."""
     try:
         train, val = (build_eval_dataset(args, split, listing=listing) for split in ("train", "val"))
         if not train.source.classes or not val.source.classes:
@@ -163,8 +163,8 @@ def knn_data(args: Namespace, listing: "Listing | None") -> list[tuple[ImageData
 
 
 def default_knn_every(data: list[tuple[ImageDataset, list[int]]], args: Namespace) -> int:
-    """Every tenth of the run, or as often as costs at most 2 % of it: an image here takes less than one trained on. 0
-    without labels, and where a run is too short for a single check."""
+    """Every tenth of the run, or less often to cost at most 2% of it (an image checked costs less than one trained on);
+    0 without labels, or if a run is too short for a single check."""
     if not data or len(data[0][0].source.classes) < 2:
         return 0
     trained, checked = args.epochs * len(data[0][0]), sum(len(indices) for _, indices in data)
@@ -173,6 +173,6 @@ def default_knn_every(data: list[tuple[ImageDataset, list[int]]], args: Namespac
 
 
 def spread(length: int, most: int) -> list[int]:
-    """At most `most` indices, evenly spread over `length`."""
+    """At most `most` indices, evenly spaced over `length`."""
     number = min(length, most)
     return [i * length // number for i in range(number)]

@@ -1,4 +1,4 @@
-"""What a run reports: values kept on the device until they are due, the log of an epoch, log.txt, TensorBoard."""
+"""What a run reports: values kept on the device until needed, the log of an epoch, log.txt, TensorBoard."""
 
 import datetime
 import gc
@@ -18,7 +18,7 @@ from util.misc import get_world_size, is_main_process, mean_of_processes
 from util.training.resume import Start
 
 LOG = "log.txt"
-LARGEST = 1e100  # of a line's finite numbers; curves of larger ones cannot be drawn
+LARGEST = 1e100  # largest finite number in a log line; larger ones cannot be plotted
 SHOWN = (
     *("loss", "cmm/loss", "lambda_cl", "mask/visible", "mask/distinct", "mask/decisive", "mask/error_vs_random"),
     *("encoder/rank", "knn/acc1", "knn/acc5", "test/acc1", "test/acc5", "test/loss"),
@@ -27,7 +27,7 @@ SHOWN = (
 
 
 def brief(values: Mapping[str, float]) -> dict[str, float]:
-    """The few values that fit a line; all of them are in log.txt and on TensorBoard."""
+    """The few values that fit on a line; all are in log.txt and TensorBoard."""
     return {name: values[name] for name in SHOWN if name in values}
 
 
@@ -72,12 +72,12 @@ class Averages:
 
 
 class LossGuard:
-    """Watches the losses of a run, which the first that is not finite stops, and under fp16 the loss scales.
+    """Stops a run at the first non-finite loss and, under fp16, watches the loss scales instead.
 
-    Under fp16 the scaler skips a step whose gradients overflow, be its losses finite or not, and halves the scale. So a
-    scale that fell is a step skipped. Some are normal; a scale below 1 means that no scale helps.
+    Under fp16 the scaler skips a step whose gradients overflow, whether or not its losses are finite, and halves the
+    scale. So a lower scale means a skipped step. Some are normal; a scale below 1 means that no scale helps.
 
-    `scales` are those that the run starts with, none unless it scales its losses.
+    `scales` are the run's initial loss scales; empty unless it scales its losses.
     """
 
     def __init__(self, scales: Mapping[str, torch.Tensor]):
@@ -86,12 +86,12 @@ class LossGuard:
         self._last_finite = "none yet"
 
     def check(self, step: int, losses: Mapping[str, float], scales: Mapping[str, float]) -> bool:
-        """Whether the losses of `step` are all finite. `scales` are those that it left behind."""
+        """Whether the losses of `step` are all finite. `scales` are the loss scales after it."""
         text = ", ".join(f"{name} {value:.4g}" for name, value in losses.items())
         finite = all(math.isfinite(value) for value in losses.values())
         if not finite and not scales:
             self.stop(f"the loss is not finite at step {step} ({text})")
-        # Scales are powers of two, but for the rounding of their mean over processes.
+        # Scales are powers of two, up to rounding of their mean over processes.
         self.skipped += any(scale < 0.9 * self.scales[name] for name, scale in scales.items())
         self.scales = dict(scales)
         if any(scale < 0.9 for scale in scales.values()):
@@ -111,8 +111,8 @@ class LossGuard:
 class EpochLog:
     """Collects the values of an epoch's iterations and reports them every LOG_INTERVAL, with one sync each time.
 
-    Losses come in as each process's share of that of the global batch, which is their `mean`: every process has the
-    same log. `start` tells what an interrupted run has done and logged of its epoch before.
+    Losses are added as each process's share of the global batch's loss, which is their `mean`: every process has the
+    same log. `start` holds what an interrupted run has already done and logged of its epoch.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class EpochLog:
             self.report()
 
     def collect(self) -> None:
-        """Bring the values of all iterations so far from the device, check and add them up."""
+        """Fetch the values of all iterations so far from the device, check them and add them up."""
         for iteration, values in self.buffer.fetch():
             step = self.epoch * self.iterations + iteration
             scales = {name: value for name, value in values.items() if name.endswith("loss_scale")}
@@ -162,7 +162,7 @@ class EpochLog:
             if self.loss_guard.check(step, losses, scales):
                 values |= self.settings[iteration]
             else:
-                values = {}  # they would spoil the means
+                values = {}  # they would ruin the means
             if scales:
                 values["skipped"] = self.loss_guard.skipped - before  # its mean is the share of skipped steps
             self.interval.update(values)
@@ -171,18 +171,18 @@ class EpochLog:
 
     def report(self) -> None:
         self.collect()
-        gc.collect(1)  # what these iterations left, while the device is waited for anyway
+        gc.collect(1)  # here, because the host has just waited for the device anyway
         means, self.interval = self.interval.means(), Averages()
         rate = self.progress.images_per_second()
         if self.log_writer is not None:
-            # Upstream's axis: thousandths of an epoch, so that curves of different batch sizes lie over each other.
+            # Upstream's axis: thousandths of an epoch, so that curves of different batch sizes align.
             at = int((self.epoch + self.progress.done / self.iterations) * 1000)
             for name, value in {**means, "images_per_second": rate}.items():
                 self.log_writer.add_scalar({"loss": "train_loss"}.get(name, name), value, at)
         self.progress.report({**brief(means), "images/s": rate})
 
     def state_dict(self) -> dict:
-        """All that the rest of the epoch needs to end with the same log."""
+        """The state from which the rest of the epoch ends with the same log."""
         self.collect()
         parts = {"interval": self.interval.state_dict(), "averages": self.averages.state_dict()}
         return {"iterations": self.iterations, **parts}
@@ -198,8 +198,8 @@ class EpochLog:
 def prepare_output(
     log_writer: Board, config: str, start: Start, steps_per_epoch: int, classes: list[str], args: Namespace
 ) -> None:
-    """Make the folders, write down config and classes, drop log lines of epochs that will be trained again, and open
-    the trackers."""
+    """Create the folder, save config and classes, drop log lines of epochs that will be trained again, and open the
+    trackers."""
     if not is_main_process():
         return
     if args.output_dir:
@@ -217,7 +217,7 @@ def prepare_output(
 
 
 def drop_log_lines(log: Path, start_epoch: int) -> None:
-    """Keep the lines of epochs before `start_epoch`; damaged ones, such as a kill leaves, go with the others."""
+    """Keep the lines of epochs before `start_epoch`, and drop damaged ones, such as a killed run leaves."""
     lines = read_records(log, parse_log_line) if log.exists() else []
     kept = [line for line in lines if line["epoch"] < start_epoch]
     if len(kept) < len(lines):
@@ -235,7 +235,7 @@ def read_log(path: Path) -> list[dict]:
         raise UserError(f"{log} cannot be read: {error.strerror}; a run writes it to its --output_dir") from None
     if not lines:
         raise UserError(f"{log} has no epochs yet")
-    for line in lines:  # what it was called before strategies without a module had it
+    for line in lines:  # its name before strategies without a module logged it
         if "train_cmm_lambda_cl" in line:
             line.setdefault("train_lambda_cl", line["train_cmm_lambda_cl"])
     return lines
@@ -243,9 +243,9 @@ def read_log(path: Path) -> list[dict]:
 
 def parse_log_line(line: dict) -> dict:
     if not isinstance(line["epoch"], int) or not all(isinstance(value, int | float) for value in line.values()):
-        raise TypeError("a value is no number")
+        raise TypeError("a value is not a number")
     if any(math.isfinite(value) and abs(value) > LARGEST for value in line.values()):
-        raise ValueError("a number is absurd")
+        raise ValueError("a number is too large")
     return line
 
 
@@ -257,7 +257,7 @@ def write_log(
     args: Namespace,
     **constants: float,
 ) -> None:
-    """One line of log.txt. Nothing in it depends on the clock: equal runs, equal logs."""
+    """One line of log.txt. Nothing in it depends on the clock: equal runs give equal logs."""
     if log_writer is not None:
         for name, value in metrics.items():
             log_writer.add_scalar(name, value, (epoch + 1) * 1000)
@@ -269,7 +269,7 @@ def write_log(
 
 
 def append_line(path: Path, line: dict) -> None:
-    """Onto the disk: the checkpoint that follows must not outlive its log."""
+    """Append and sync to disk: the checkpoint that follows must not outlive its log."""
     try:
         append_record(path, line)
     except OSError as error:
@@ -279,9 +279,9 @@ def append_line(path: Path, line: dict) -> None:
 def report_epoch(
     stats: Mapping[str, float], metrics: Mapping[str, float], epoch: int, seconds: float, args: Namespace
 ) -> None:
-    """`seconds` is what an epoch takes."""
+    """`seconds` is the time per epoch."""
     left = datetime.timedelta(seconds=int(seconds * (args.epochs - epoch - 1)))
     text = "  ".join(f"{name}: {value:.4g}" for name, value in brief({**stats, **metrics}).items())
-    if torch.cuda.is_initialized():  # not for log.txt: equal runs, equal logs
+    if torch.cuda.is_initialized():  # not in log.txt, where equal runs give equal logs
         text += f"  peak memory: {torch.cuda.max_memory_allocated() / 1e9:.1f} GB"
     logger.info("epoch %d/%d done, %s left  %s", epoch + 1, args.epochs, left, text)

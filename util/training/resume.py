@@ -1,4 +1,4 @@
-"""How a run begins: afresh, from given weights, or where another one stopped, and then with the same settings."""
+"""How a run begins: from scratch, from given weights, or where an earlier run stopped, with the same settings."""
 
 import hashlib
 import re
@@ -15,11 +15,11 @@ from util.cli import UserError, logger
 from util.data.sources import Source, image_names
 from util.misc import NativeScalerWithGradNormCount, gather_objects, is_main_process
 
-MOMENTS = {"AdamW": {"step", "exp_avg", "exp_avg_sq"}, "LARS": {"mu"}}  # what an optimizer keeps of each parameter
-FIRST_SCALE = 2.0**16  # of a gradient scaler; lower ones tell of steps that were left out
+MOMENTS = {"AdamW": {"step", "exp_avg", "exp_avg_sq"}, "LARS": {"mu"}}  # what an optimizer stores for each parameter
+FIRST_SCALE = 2.0**16  # initial loss scale; a lower one means that steps were skipped
 
-# Flags that may change from one part of a run to the next: they change no result but for rounding. Others must agree.
-# Some are compared by what they lead to (see `identity`): where the images lie may change, the images may not.
+# Flags that may change on resuming, because they affect results only by rounding. All others must agree. Some are
+# compared by their effect (see `identity`): the location of the images may change, the images may not.
 FREE = {
     *("output_dir", "log_dir", "track", "save_every", "save_minutes", "keep", "vis_every", "knn_every"),
     *("resume", "init", "finetune", "start_epoch", "allow_changes", "eval", "dist_eval", "data_name", "classes"),
@@ -41,7 +41,7 @@ FREE = {
 
 @dataclass
 class TrainingState:
-    """Everything that training changes. The last three are a learned masking strategy's, else None."""
+    """Everything that training changes. The last three belong to a learned masking strategy; otherwise None."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -57,7 +57,7 @@ class TrainingState:
         return self.cmm, self.optimizer_cmm, self.scaler_cmm
 
     def loss_scales(self) -> dict[str, torch.Tensor]:
-        """Of each network under fp16, on the device."""
+        """The loss scale of each network under fp16, on the device."""
         scalers = {"loss_scale": self.scaler, "cmm/loss_scale": self.scaler_cmm}
         scales = {name: scaler and scaler.loss_scale() for name, scaler in scalers.items()}
         return {name: scale for name, scale in scales.items() if scale is not None}
@@ -83,7 +83,7 @@ class TrainingState:
 
 
 def refuse_lost_moments(checkpoint: dict, name: str, source: str) -> None:
-    """An optimizer that has made steps has kept something of them; under fp16, all may have been left out so far."""
+    """An optimizer must have state after its first step; under fp16, all steps so far may have been skipped."""
     began = checkpoint.get("step", 0) > 0 or checkpoint.get("epoch", -1) >= 0
     scale = checkpoint[name.replace("optimizer", "scaler")].get("scale", FIRST_SCALE)
     if began and scale >= FIRST_SCALE and not checkpoint[name]["state"]:
@@ -91,8 +91,8 @@ def refuse_lost_moments(checkpoint: dict, name: str, source: str) -> None:
 
 
 def load_optimizer(optimizer: Optimizer, state: dict, source: str) -> None:
-    """What is kept of each parameter, after comparing it with the parameter: fused AdamW does not look at shapes. The
-    settings of groups stay the run's own."""
+    """Load the state of each parameter after checking that it fits, as fused AdamW does not check shapes. The groups'
+    settings stay the run's own."""
     groups = optimizer.state_dict()["param_groups"]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in state["param_groups"]]:
@@ -104,12 +104,12 @@ def load_optimizer(optimizer: Optimizer, state: dict, source: str) -> None:
             shape = tuple(parameters[number].shape)
             raise UserError(f"{source} is damaged: its optimizer state of parameter {number}, {shape}, does not fit it")
     optimizer.load_state_dict({"state": state["state"], "param_groups": groups})
-    for tensors in optimizer.state.values():  # torch takes tensors of the right device as they are: parts of the file
+    for tensors in optimizer.state.values():  # torch does not copy CPU tensors, which are mapped from the file
         tensors.update({name: value.clone() for name, value in tensors.items() if getattr(value, "is_cpu", False)})
 
 
 def fits_parameter(value: object, parameter: nn.Parameter, name: str) -> bool:
-    """Whether `value` can be a moment of `parameter` or, as older torch has it, a plain number of its steps."""
+    """Whether `value` can be a moment of `parameter` or, as in older torch, its number of steps as a plain number."""
     if name == "step" and ckpt.is_number(value):
         return True
     shape = () if name == "step" else parameter.shape
@@ -117,13 +117,13 @@ def fits_parameter(value: object, parameter: nn.Parameter, name: str) -> bool:
         return False
     if not value.is_floating_point() or (name in ("step", "exp_avg_sq") and bool((value < 0).any())):
         return False
-    return name == "mu" or not bool(value.isnan().any())  # heads with too high a rate of a grid may diverge
+    return name == "mu" or not bool(value.isnan().any())  # in a grid, heads with too high a rate may diverge
 
 
 def with_decaying_tokens(state: dict, optimizer: Optimizer, network: nn.Module | None) -> dict:
     """The optimizer state of a checkpoint from before [CLS] and mask tokens had weight decay, in today's order.
 
-    Parameters are known by their number: first those without decay, then those with it.
+    Parameters are identified by number: first those without decay, then those with it.
     """
     theirs, ours = ([len(group["params"]) for group in g] for g in (state["param_groups"], optimizer.param_groups))
     if theirs == ours or network is None or len(theirs) != 2 or sum(theirs) != sum(ours):
@@ -140,7 +140,7 @@ def with_decaying_tokens(state: dict, optimizer: Optimizer, network: nn.Module |
 
 @dataclass
 class Start:
-    """The first epoch to train, how many of its updates are done already, and what it has logged so far."""
+    """The first epoch to train, how many of its updates are already done, and what it has logged so far."""
 
     epoch: int
     steps_done: int = 0
@@ -148,7 +148,7 @@ class Start:
 
 
 def start_pretraining(state: TrainingState, steps_per_epoch: int, args: Namespace) -> Start:
-    """Load what `--resume` or `--init` name, if anything. All processes must arrive at the same."""
+    """Load what `--resume` or `--init` refers to, if anything. All processes must find the same."""
     found = checkpoint_to_resume(args)
     if found is None:
         if args.init:
@@ -163,14 +163,14 @@ def start_pretraining(state: TrainingState, steps_per_epoch: int, args: Namespac
 
 
 def agreed(start: Start) -> Start:
-    """`start`, after checking that all processes have the same."""
+    """`start`, after checking that all processes agree on it."""
     if len(set(gather_objects((start.epoch, start.steps_done)))) > 1:
         raise UserError("processes found different checkpoints; put --output_dir on a disk that all of them share")
     return start
 
 
 def checkpoint_to_resume(args: Namespace) -> tuple[dict, str] | None:
-    """The checkpoint that `--resume` names, and its file."""
+    """The checkpoint given by `--resume`, and its file."""
     folder = Path(args.output_dir) if args.output_dir else None
     if args.resume == "auto":
         return newest_for_all(folder)
@@ -185,7 +185,7 @@ def checkpoint_to_resume(args: Namespace) -> tuple[dict, str] | None:
 
 
 def load_for_all(path: str) -> dict:
-    """A checkpoint, mapped by every process. The first verifies it for all; if it is damaged, they end alike."""
+    """A checkpoint, mapped by every process. The first verifies it; if it is damaged, all raise the same error."""
     checkpoint, problem = None, None
     if is_main_process():
         try:
@@ -198,7 +198,7 @@ def load_for_all(path: str) -> dict:
 
 
 def newest_for_all(folder: Path | None) -> tuple[dict, str] | None:
-    """The first process chooses and checks, so that all take the same file."""
+    """The newest checkpoint; the first process chooses and checks it, so that all load the same file."""
     newest = ckpt.newest_checkpoint(folder) if folder and is_main_process() else None
     path = gather_objects(newest and str(newest[1]))[0]
     if path is not None:
@@ -231,13 +231,13 @@ def continue_from(state: TrainingState, checkpoint: dict, source: str, steps_per
             if not 0 <= start.steps_done <= steps_per_epoch:
                 raise UserError(f"{source} is damaged: step {checkpoint['step']} is not in epoch {start.epoch + 1}")
         else:
-            logger.warning("epochs have another length now: epoch %d starts over", start.epoch + 1)
+            logger.warning("the length of an epoch has changed: epoch %d starts over", start.epoch + 1)
     logger.info("resuming from %s: epoch %d, after %d of its updates", source, start.epoch + 1, start.steps_done)
     return start
 
 
 def refuse_later_checkpoints(epoch: int, args: Namespace) -> None:
-    """A run that resumes from an older file would soon be mistaken for the newer one in the same folder."""
+    """A run resumed from an older file would soon be confused with the later one in the same folder."""
     if not args.output_dir or args.resume == "auto":
         return
     later = [path for path in ckpt.numbered_checkpoints(Path(args.output_dir)) if ckpt.number_of(path) >= epoch]
@@ -249,17 +249,17 @@ def refuse_later_checkpoints(epoch: int, args: Namespace) -> None:
 
 
 def differences(theirs: dict, ours: dict) -> list[str]:
-    """The settings in which two runs differ, as "--flag theirs, now ours". A flag that only one of them knows is no
-    difference: the other may be older than the flag."""
+    """The settings in which two runs differ, as "--flag theirs, now ours". A flag that only one of them has does not
+    count: the other may predate it."""
     theirs, ours = identity(theirs), identity(ours)
     both = [name for name in ours if name in theirs and name not in FREE]
     return [f"{shown_name(name)} {theirs[name]}, now {ours[name]}" for name in both if theirs[name] != ours[name]]
 
 
 def identity(args: dict) -> dict:
-    """Settings in a form that can be compared: what a run is, not how it is shared out or where its data lies."""
+    """Settings in comparable form: what a run is, not how it is distributed or where its data is stored."""
     settings = dict(args)
-    if isinstance(settings.get("input_size"), int):  # as upstream has it
+    if isinstance(settings.get("input_size"), int):  # as in upstream
         settings["input_size"] = [settings["input_size"]] * 2
     if "batch_size" in settings:
         settings["images per iteration"] = settings["batch_size"] * settings.get("world_size", 1)
@@ -275,20 +275,20 @@ def shown_name(name: str) -> str:
 
 
 def data_identity(source: Source) -> str:
-    """A hash of the images' names, in order: the same wherever the folder lies, and cheap for millions of them."""
+    """A hash of the images' names, in order: the same wherever the folder is, and cheap even for millions."""
     # Images without files count as "SET/pretrain/N", in fine-tuning too; a folder's names end in .jpg or the like.
     names = re.sub(r"^(\w+)/train/(\d+)$", r"\1/pretrain/\2", "\n".join(image_names(source)), flags=re.MULTILINE)
     return f"{len(source)} images, {hashlib.sha256(names.encode(errors='surrogateescape')).hexdigest()[:16]}"
 
 
 def load_init(state: TrainingState, checkpoint: dict, source: str) -> None:
-    """Weights alone, for a new run. An encoder without decoder, as upstream publishes them, gets a fresh decoder."""
+    """Weights only, for a new run. An encoder without a decoder, as published by upstream, gets a new decoder."""
     weights = dict(ckpt.weights_of(checkpoint))
     own = state.model.state_dict()
     decoder = {name: value for name, value in own.items() if name.startswith("decoder") or name == "mask_token"}
     if not any(name in weights for name in decoder):
         weights |= decoder
-        logger.info("%s has no decoder; it is initialised afresh", source)
+        logger.info("%s has no decoder; a new one is initialised", source)
     ckpt.load_weights(state.model, weights, source)
     ckpt.check_heads(state.model, checkpoint, source)
     if state.cmm is not None and "cmm" in checkpoint:
@@ -299,7 +299,7 @@ def load_init(state: TrainingState, checkpoint: dict, source: str) -> None:
 class Unfinished:
     """The state of a long linear probe: one file, written after every epoch and removed at the end.
 
-    `identity` holds the settings that must agree for a probe to be resumed. Without a path nothing is kept.
+    `identity` holds the settings that must agree for a probe to be resumed. Without a path, nothing is saved.
     """
 
     def __init__(self, path: Path | None, identity: dict, resume: bool):
@@ -308,7 +308,7 @@ class Unfinished:
             raise UserError(f"{path} is an unfinished probe; add --resume auto to continue it, or delete it")
 
     def load(self, heads: nn.Module, optimizer: Optimizer) -> tuple[int, list] | None:
-        """The last epoch that was saved, and its curve; None at the very beginning."""
+        """The last saved epoch, and the curve so far; None if there is none."""
         there = gather_objects(self.path is not None and self.path.exists())
         if self.path is None or not any(there):
             return None

@@ -1,4 +1,4 @@
-"""When a run is saved: checkpoint-last.pth to resume from, checkpoint-N.pth to keep; and how a signal ends it."""
+"""When a run is saved (checkpoint-last.pth to resume from, checkpoint-N.pth to keep), and how a signal stops it."""
 
 import signal
 import time
@@ -20,11 +20,11 @@ from util.training.resume import TrainingState
 
 
 class StopRequest:
-    """While entered, a stop signal is only remembered, until the run asks for it at a moment of its own. The same goes
-    for a failure of loader processes.
+    """A context in which a stop signal is only recorded, until the run checks for it at a suitable point. The same
+    holds for a failure of loader processes.
 
-    Processes agree on that moment by a flag that travels with each step's losses and is read a step later: the flag
-    costs no reduction of its own, and no step waits for it.
+    Processes agree on that point through a flag that is reduced with each step's losses and read a step later: it costs
+    no reduction of its own, and no step waits for it.
     """
 
     def __init__(self, data_loader: ImageLoader | None = None):
@@ -44,7 +44,7 @@ class StopRequest:
         self.received.add(signal.Signals(number))
 
     def wanted(self) -> bool:
-        """By this process. If torchrun is gone, it must stop, too: a new one may be writing to the same folder."""
+        """Whether this process has to stop, also if torchrun is gone: a new one may be writing to the same folder."""
         return bool(self.received) or self.fault() is not None or orphaned()
 
     def fault(self) -> str | None:
@@ -52,24 +52,24 @@ class StopRequest:
         return None if self.data_loader is None else self.data_loader.fetcher.fault
 
     def mean_of_processes(self, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """A step's scalars, averaged over processes; the flag goes with them."""
+        """A step's scalars, averaged over processes together with the flag."""
         if get_world_size() == 1:
             return values
-        mine = next(iter(values.values())).new_full((), self.wanted())  # by value: nothing is copied to the device
+        mine = next(iter(values.values())).new_full((), self.wanted())  # filled on the device: no copy
         *means, flag = mean_of_processes({**values, "": mine}).values()
         copy = flag.to("cpu", non_blocking=True)  # to pinned memory
         self._flags = [*self._flags[-1:], (copy, torch.cuda.current_stream().record_event() if flag.is_cuda else None)]
         return dict(zip(values, means, strict=True))
 
     def agreed(self) -> bool:
-        """Whether any process was to stop one step ago: the same answer on all."""
+        """Whether any process had to stop one step ago: the same answer on all."""
         if get_world_size() == 1:
             return self.wanted()
         if len(self._flags) < 2:
             return False
         flag, copied = self._flags[0]
         if copied is not None:
-            copied.synchronize()  # the device does not idle meanwhile: it has this step to do
+            copied.synchronize()  # the device does not idle: it still has this step's work
         return bool(flag)
 
     def names(self) -> str:
@@ -79,13 +79,13 @@ class StopRequest:
 
 
 class Saver:
-    """Saves by the clock, every few epochs, at the end, and when a signal asks the run to stop. Only the first process
-    writes.
+    """Saves every few minutes, every few epochs, at the end, and when a signal asks the run to stop. Only the first
+    process writes.
 
-    Training waits until its state is copied to host memory, not for the disk: a thread writes the copy. The next save
-    and leaving the context wait for the thread. Loaders may be forked meanwhile: they use nothing that it holds.
+    Training waits only for a copy of its state in host memory, not for the disk: a thread writes the copy. The next
+    save and leaving the context wait for the thread. Loaders may be forked meanwhile: they use nothing that it holds.
 
-    `moment` gives what explains a checkpoint beside its flags, for (epoch, step).
+    `moment` maps (epoch, step) to the state of the curriculum, stored besides the flags.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Saver:
         self.join()
 
     def after_update(self, step: int, log: EpochLog) -> None:
-        """Save if it is time; if a signal came, save and stop the run."""
+        """Save if it is due; after a signal, save and stop the run."""
         stopping = self.stop.agreed()
         if stopping or self.due():
             self.save(ckpt.LAST, log.epoch - 1, step, log, insist=stopping)
@@ -117,7 +117,7 @@ class Saver:
             self.end(step)
 
     def after_epoch(self, epoch: int, step: int) -> None:
-        """Save if it is time; under the epoch's number where that is due, which the last epoch's always is."""
+        """Save if it is due; under the epoch's number every `save_every` epochs and after the last."""
         finished = epoch + 1 == self.args.epochs
         stopping = not finished and self.stop.agreed()
         if finished or (epoch + 1) % self.args.save_every == 0:
@@ -130,19 +130,19 @@ class Saver:
             self.end(step)
 
     def due(self) -> bool:
-        """By the first process's clock: the others write nothing, and wait for it at their next exchange."""
+        """By the first process's clock: the others write nothing, and wait for it at their next synchronisation."""
         minutes = self.args.save_minutes
         return is_main_process() and minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
 
     def save(self, name: str, epoch: int, step: int, log: EpochLog | None = None, insist: bool = False) -> None:
-        """Write a checkpoint in the background. A disk that is full now may have room in a quarter of an hour, so only
-        checkpoints without a successor `insist`: they are waited for, and an error is raised."""
+        """Write a checkpoint in the background. A disk that is full now may have space in a quarter of an hour, so only
+        the last checkpoints before an exit `insist`: they are waited for, and errors are raised."""
         if self.folder is None or not is_main_process():
             return
-        self.join()  # before the next copy: there is at most one
+        self.join()  # before the next copy, so that there is at most one
         self.check_finite(epoch, step)
         if self.log_writer is not None:
-            self.log_writer.flush()  # what is shown up to here is not shown again after resuming
+            self.log_writer.flush()  # points up to here are not repeated after resuming
         checkpoint = ckpt.training_checkpoint(
             self.state.state_dict(),
             epoch=epoch,
@@ -157,16 +157,16 @@ class Saver:
             self.join()
 
     def write(self, path: Path, checkpoint: dict, insist: bool) -> None:
-        """In the thread. A numbered checkpoint becomes the last, too."""
+        """Runs in the thread. A numbered checkpoint also becomes checkpoint-last.pth."""
         try:
             ckpt.save_checkpoint(path, checkpoint)
         except UserError as error:
             if insist:
                 raise
-            logger.error("%s; training continues, and saving is tried again in time", error)
+            logger.error("%s; training continues, and saving will be retried", error)
             return
         if path.name != ckpt.LAST:
-            # The numbered file comes first: a run killed between the two finds it and lacks nothing.
+            # The numbered file comes first: a run killed between the two loses nothing.
             self.link_last(path)
             self.drop_old(path.parent)
 
@@ -206,6 +206,6 @@ class Saver:
 
 
 def wait_for_the_writer(word: str | None = None) -> list[str | None]:
-    """The first process that leaves may take the others with it, so nobody does before the checkpoint is written.
-    Returns the `word` of each."""
+    """Wait until the checkpoint is written: the first process to exit may end the others. Returns each process's
+    `word`."""
     return gather_objects(word)  # a barrier that needs no GPU
