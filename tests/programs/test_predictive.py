@@ -30,4 +30,6 @@ def test_hidden_patches_move_from_plain_to_detailed(program, tmp_path):
         assert moment["visible"] == 0.25
         assert moment["unseen"] == 0
         assert moment["place"] < 0.05
-    assert all(moment["mirror"] > 0.9 for moment in moments[1:])  # after three epochs
+    mirrors = [moment["mirror"] for moment in moments]
+    assert min(mirrors) > 0.8
+    assert min(mirrors[2:]) > 0.9  # from the fourth epoch on
