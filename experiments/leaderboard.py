@@ -261,12 +261,13 @@ def leaderboard_figure(rows: Sequence[Standing]) -> Figure:
     gains.set_xlabel("gain over random masks (points), with 95 % intervals")
     compute.set_xscale("log", base=2)
     left, right = compute.get_xlim()
-    ticks = [tick for tick in (0.25, 0.5, 0.7, 1, 1.4, 2, 3, 4, 6, 8, 12, 16) if left <= tick <= right]
+    fine, coarse = (0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.5, 2), (0.25, 0.5, 0.7, 1, 1.4, 2, 3, 4, 6, 8, 12, 16)
+    ticks = [tick for tick in (fine if right < 2 * left else coarse) if left <= tick <= right]
     compute.set_xticks(ticks, labels=map(str, ticks))
     compute.minorticks_off()
-    compute.set_xlabel("training compute over that of random masks (measured step time x epochs)")
+    compute.set_xlabel("compute over random masks': measured step time x epochs")
     compute.set_ylabel("Acc@1 (%)")
-    figure.suptitle(f"{shown_measure(rows[0].measure)}, {shown_part(rows[0].part)}", fontsize=10)
+    figure.suptitle(f"Linear probe: {shown_measure(rows[0].measure)}; {shown_part(rows[0].part)}", fontsize=10)
     for axes in (gains, compute):
         axes.grid(color="0.92")
         axes.set_axisbelow(True)

@@ -77,7 +77,7 @@ STRATEGIES = {
     "tokens": MaskStrategy(f"{CURRICULUM} tokens", 3.03),
     "attention": MaskStrategy(f"{CURRICULUM} attention", 3.01),
     "predictive-mild": MaskStrategy(f"{PREDICTIVE} --cmm_strength 0.5", 1.02),
-    "predictive": MaskStrategy(PREDICTIVE, 1.02),
+    "predictive": MaskStrategy(f"{PREDICTIVE} --cmm_strength 1", 1.02),
     "predictive-reversed": MaskStrategy(f"{PREDICTIVE} --lambda_cl_start -1 --lambda_cl_end 1", 1.02),
     "predictive-noise": MaskStrategy(f"{PREDICTIVE} --mask_noise curriculum", 1.02),  # geometry and content together
     "released": MaskStrategy(
