@@ -59,7 +59,7 @@ class MaskStrategy:
 
 
 CURRICULUM = "--masking curriculum --cmm_fraction 0.5 --soft"
-PREDICTIVE = "--masking predictive"
+PREDICTIVE = "--masking predictive --cmm_strength"
 CONTROL = "--masking curriculum --soft tokens"
 STRATEGIES = {
     BASELINE: MaskStrategy("--masking random"),
@@ -76,13 +76,11 @@ STRATEGIES = {
     "noise-red": MaskStrategy("--masking noise --mask_noise red"),
     "tokens": MaskStrategy(f"{CURRICULUM} tokens", 3.03),
     "attention": MaskStrategy(f"{CURRICULUM} attention", 3.01),
-    "predictive-mild": MaskStrategy(f"{PREDICTIVE} --cmm_strength 0.5", 1.02),
-    "predictive": MaskStrategy(f"{PREDICTIVE} --cmm_strength 1", 1.02),
-    "predictive-reversed": MaskStrategy(f"{PREDICTIVE} --lambda_cl_start -1 --lambda_cl_end 1", 1.02),
-    "predictive-noise": MaskStrategy(f"{PREDICTIVE} --mask_noise curriculum", 1.02),  # geometry and content together
-    "released": MaskStrategy(
-        f"--masking curriculum --soft tokens {' '.join(RELEASED_FLAGS)}", 4.02
-    ),  # the authors' code
+    "predictive-mild": MaskStrategy(f"{PREDICTIVE} 0.5", 1.02),
+    "predictive": MaskStrategy(f"{PREDICTIVE} 1", 1.02),
+    "predictive-reversed": MaskStrategy(f"{PREDICTIVE} 1 --lambda_cl_start -1 --lambda_cl_end 1", 1.02),
+    "predictive-noise": MaskStrategy(f"{PREDICTIVE} 1 --mask_noise curriculum", 1.02),  # geometry and content
+    "released": MaskStrategy(f"{CONTROL} {' '.join(RELEASED_FLAGS)}", 4.02),  # the authors' code
 }
 
 
