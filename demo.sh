@@ -62,7 +62,8 @@ say "2/6  CL-MAE. The same, but a second network chooses the masks: easy ones at
 program main_pretrain.py "${pretrain[@]}" "${curriculum[@]}" --output_dir "$out/clmae"
 
 say "3/6  Predictive CL-MAE. A small network predicts which patches are hard: visible at first, hidden at the end."
-program main_pretrain.py "${pretrain[@]}" --masking predictive --output_dir "$out/predictive"
+# Twice the default strength, for a curriculum that is easy to see.
+program main_pretrain.py "${pretrain[@]}" --masking predictive --cmm_strength 1 --output_dir "$out/predictive"
 
 if [ $labels = yes ]; then
     say "4/6  Evaluate the encoders: nearest neighbours, linear probing, few-shot linear probing."

@@ -140,7 +140,7 @@ def get_args_parser() -> ArgumentParser:
         "--diversity", default="squared", choices=["squared", "distance"], help="distance: as in the authors' code"
     )
     learned.add_argument(
-        "--cmm_strength", default=1.0, type=non_negative, help="how strongly predictive masks follow predicted errors"
+        "--cmm_strength", default=0.5, type=non_negative, help="how strongly predictive masks follow predicted errors"
     )
     learned.add_argument("--cmm_depth", type=count, help="blocks of the module; default: 5, or 2 for predictive")
     learned.add_argument(

@@ -10,7 +10,7 @@ import main_pretrain
 RUN = (
     *("--model", "mae_vit_micro_patch4", "--input_size", "32", "--data_set", "shapes", "--shapes_images", "2560"),
     *("--epochs", "8", "--warmup_epochs", "1", "--batch_size", "32", "--lr", "1e-3", "--save_every", "1"),
-    *("--num_workers", "0", "--vis_every", "0", "--device", "cpu", "--masking", "predictive"),
+    *("--num_workers", "0", "--vis_every", "0", "--device", "cpu", "--masking", "predictive", "--cmm_strength", "1"),
 )
 
 
