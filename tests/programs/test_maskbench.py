@@ -15,6 +15,7 @@ from small_runs import checkpoint
 
 import main_pretrain
 from experiments import maskbench, probe
+from experiments.archive import read_archive
 from experiments.leaderboard import Cost, Entry, noise_table, standings
 from experiments.maskbench import SCALES, STRATEGIES, plan_bench, plan_entries
 from experiments.plan import Run
@@ -218,6 +219,20 @@ def test_an_archive_stands_in_for_runs_that_are_elsewhere(bench, program, tmp_pa
     other = (*TINY, "--output_dir", tmp_path / "out", *flags, "--table_only", "--pretrain", "--mask_ratio", 0.5)
     code, _, err = program(maskbench, *other)
     assert (code, "random (seed 0) with other flags" in err) == (2, True)
+
+
+def test_published_results_are_those_of_todays_strategies():
+    """Otherwise they would be refused, and could not be compared with."""
+    file = Path(maskbench.__file__).parent / "results" / "maskbench-small-cifar10.jsonl"
+    archive, args = read_archive(str(file)), arguments("--data_path", "cifar10")
+    entries = {entry.label: entry for entry in plan_entries(args, COSTS)}
+    assert {("random", seed) for seed in range(5)} < archive.probes.keys()
+    for label, seed in archive.probes:
+        archive.check(label, seed, maskbench.archived_flags(entries[label], args))
+    for line in map(json.loads, file.read_text().splitlines()):
+        if "label" in line:
+            probe = archive.probes[line["label"], line["seed"]]
+            assert 100 * probe.measures["final-both"].mean() == pytest.approx(line["acc1"]["both"], abs=1e-3)
 
 
 def test_costs_are_measured_once_beside_random_masks(monkeypatch, tmp_path):
