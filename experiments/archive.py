@@ -67,6 +67,8 @@ class Archive:
 def read_archive(path: str | None) -> Archive:
     """Empty, if there is no such file yet."""
     archive = Archive(Path(path) if path else None)
+    if archive.path and not archive.path.parent.is_dir():  # fails now, rather than after the runs
+        raise UserError(f"--archive {path}: there is no folder {archive.path.parent}")
     if archive.path is None or not archive.path.exists():
         return archive
 

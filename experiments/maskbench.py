@@ -317,8 +317,8 @@ def bench_args(name: str, args: Namespace) -> Namespace:
 # --- What came out ---
 
 
-def read_probes(runs: dict[Entry, list[Run]], archive: Archive, args: Namespace) -> Probes:
-    """Of what is finished, which the archive then has, too."""
+def collect_probes(runs: dict[Entry, list[Run]], archive: Archive, args: Namespace) -> Probes:
+    """Of what is finished, which is added to the archive, and of what the archive has."""
     found: Probes = {}
     for entry, of_entry in runs.items():
         for each in of_entry:
@@ -335,7 +335,7 @@ def read_probes(runs: dict[Entry, list[Run]], archive: Archive, args: Namespace)
 def report(
     runs: dict[Entry, list[Run]], costs: dict[str, Cost], archive: Archive, failed: dict[Run, str], args: Namespace
 ) -> None:
-    entries, probes = list(runs), read_probes(runs, archive, args)
+    entries, probes = list(runs), collect_probes(runs, archive, args)
     archive.add_costs({name: cost for name, cost in costs.items() if name in STRATEGIES})
     missing = [
         each.title

@@ -78,7 +78,7 @@ class ProbedRun:
 
     @property
     def final(self) -> int:
-        """Place of the last checkpoint among the encoders."""
+        """Index of the last checkpoint among the encoders."""
         return len(self.encoders) - 1 - (AVERAGE in self.encoders)
 
     @cached_property

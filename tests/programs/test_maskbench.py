@@ -113,6 +113,7 @@ def test_mistakes_of_maskbench_end_in_a_sentence(program, tmp_path):
         (("--strategies", "none.py:stripes"), "there is no file none.py"),
         (("--scale", "full", "--data_set", "shapes"), "--scale full takes folder"),
         (("--data_set", "shapes", "--equal_compute", "--dry_run"), "the cost of random is not measured yet"),
+        (("--data_set", "shapes", "--archive", tmp_path / "none" / "file"), f"there is no folder {tmp_path}/none"),
         (("--strategies", "grid", mine), f"--strategies grid and {mine} would both be called grid"),
     ):
         code, _, err = program(maskbench, *flags, "--output_dir", tmp_path)
