@@ -236,7 +236,7 @@ from util.training.saver import Saver, StopRequest
 def check_args(args: Namespace) -> None:
     """Reject invalid combinations of flags, and fill in defaults that depend on other flags."""
     if args.model not in MODELS:
-        raise UserError(f"--model {args.model} is unknown; known are {', '.join(sorted(MODELS))}")
+        raise UserError(f"--model {args.model} is unknown; choose from {', '.join(sorted(MODELS))}")
     settle_shared_args(args)
     settle_mask_args(args)
     args.mean, args.std = pixel_statistics(args.in_chans, args.mean, args.std)

@@ -389,7 +389,7 @@ def find_strategy(name: str) -> "Strategy | type[LearnedMasking]":
     path, colon, entry = name.rpartition(":")
     if not colon or not path.endswith(".py"):
         known = ", ".join(STRATEGIES)
-        raise UserError(f"--masking {name} is unknown; known are {known}, or your own as path/to/file.py:name")
+        raise UserError(f"--masking {name} is unknown; choose from {known}, or give your own as path/to/file.py:name")
     if not Path(path).is_file():
         raise UserError(f"--masking {name}: there is no file {path}")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)

@@ -270,7 +270,7 @@ class MaskedAutoencoderViT(nn.Module):
         """
         self.check_inputs(imgs, noise=noise, visible=visible, keep_prob=keep_prob)
         if soft not in SOFT:
-            raise ValueError(f"soft={soft!r} is unknown; known are {', '.join(SOFT)}")
+            raise ValueError(f"soft={soft!r} is unknown; choose from {', '.join(SOFT)}")
         latent, mask, ids_restore = self.forward_encoder(imgs, mask_ratio, noise, visible, keep_prob, soft)
         blended = visible is not None or (keep_prob is not None and soft == "attention")
         pred = self.forward_decoder(latent, ids_restore, mask if blended else None)
@@ -425,5 +425,5 @@ MODELS: dict[str, Callable[..., MaskedAutoencoderViT]] = {
 def build_mae(name: str, **kwargs) -> MaskedAutoencoderViT:
     """The model called `name`; the error for an unknown name lists the known ones."""
     if name not in MODELS:
-        raise ValueError(f"unknown model {name!r}; known are {', '.join(sorted(MODELS))}")
+        raise ValueError(f"unknown model {name!r}; choose from {', '.join(sorted(MODELS))}")
     return MODELS[name](**kwargs)

@@ -95,7 +95,7 @@ def load_encoder(
     baseline: the initial weights of a pretraining run with `seed`. `options` are `encoder_of`'s pooling and drop path.
     """
     if model is not None and model not in MODELS:
-        raise UserError(f"--model {model} is unknown; known are {', '.join(MODELS)}")
+        raise UserError(f"--model {model} is unknown; choose from {', '.join(MODELS)}")
     if path is None:
         weights = random_weights(model, input_size, in_chans, seed)
         checkpoint, source = {"model": weights, "args": {"input_size": input_size}}, "random weights"

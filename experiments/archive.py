@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.leaderboard import Cost
+from experiments.costs import Cost
 from experiments.probe import FEATURES, ProbedRun
 from util.cli import UserError
 from util.jsonl import append_record, read_records

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
+from experiments.costs import Cost
 from experiments.paired import (
     DRAWS,
     FEWEST_SEEDS,
@@ -37,17 +38,6 @@ class Entry:
     strategy: str
     epochs: int
     baseline: str  # label of the row that it is compared to; its own, if none
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Of an iteration, beside one of random masks. Times alternate in one process: the median ratio, and its range."""
-
-    time: float
-    fastest: float
-    slowest: float
-    gflop: float  # per image
-    memory: float  # peak, in GB
 
 
 @dataclass(frozen=True)

@@ -11,22 +11,18 @@ what was interrupted.
 """
 
 import json
-import statistics
 import sys
 from argparse import Namespace
 from dataclasses import asdict, dataclass
-from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import main_visualize as visualize
-from benchmarks.bench_step import PER_TURN, Contender, peak_memory
-from benchmarks.timing import alternate
 from experiments.archive import Archive, read_archive
+from experiments.costs import Cost, step_costs
 from experiments.leaderboard import (
-    Cost,
     Entry,
     Probes,
     features_table,
@@ -175,8 +171,8 @@ def check_args(args: Namespace) -> None:
     args.strategies = list(dict.fromkeys([BASELINE, *args.strategies]))
     for name in args.strategies:
         if name not in STRATEGIES and ":" not in name:
-            known = f"known are {', '.join(STRATEGIES)}, or your own as path/to/file.py:name"
-            raise UserError(f"--strategies {name} is unknown; {known}")
+            choices = f"choose from {', '.join(STRATEGIES)}, or give your own as path/to/file.py:name"
+            raise UserError(f"--strategies {name} is unknown; {choices}")
         find_strategy(parse(strategy_flags(name)).masking)
     labels = {name: label_of(name) for name in args.strategies}
     if twice := [name for name in labels if list(labels.values()).count(labels[name]) > 1]:
@@ -264,10 +260,10 @@ def epoch_flops(settings: Namespace) -> float:
 # --- What a step costs ---
 
 
-def known_costs(args: Namespace) -> dict[str, Cost]:
-    archived, file = read_archive(args.archive).costs, costs_file(args)
+def known_costs(archive: Archive, args: Namespace) -> dict[str, Cost]:
+    file = costs_file(args)
     own = {name: Cost(**values) for name, values in json.loads(file.read_text()).items()} if file.exists() else {}
-    return archived | own
+    return archive.costs | own
 
 
 def costs_file(args: Namespace) -> Path:
@@ -275,26 +271,16 @@ def costs_file(args: Namespace) -> Path:
     return data_folder(args) / "costs.json"
 
 
-def measure_costs(args: Namespace) -> dict[str, Cost]:
+def measure_costs(archive: Archive, args: Namespace) -> dict[str, Cost]:
     """Of all strategies that have none yet, beside random masks, in one alternating measurement."""
-    costs = known_costs(args)
+    costs = known_costs(archive, args)
     new = [name for name in args.strategies if name not in costs]
     if not new:
         return costs
-    scale, names = SCALES[args.scale], list(dict.fromkeys([BASELINE, *new]))
+    names = list(dict.fromkeys([BASELINE, *new]))
     logger.info("measuring the cost of an iteration: %s", ", ".join(names))
-    benches = {name: bench_args(name, args) for name in names}
-    with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:  # a peak is that of a process
-        memory = {name: pool.apply(peak_memory, ("", bench)) for name, bench in benches.items()}
-    contenders = {name: Contender("", bench) for name, bench in benches.items()}
-    for contender in contenders.values():
-        contender.iterate(2 * PER_TURN)  # until thresholded masks are near their ratio
-    tasks = {name: lambda _, one=one: one.iterate() for name, one in contenders.items()}
-    times, _ = alternate(tasks, scale.rounds)
-    for name in new:
-        ratios = [own / base for own, base in zip(times[name], times[BASELINE], strict=True)]
-        gflop = contenders[name].gflop() / benches[name].batch_size
-        costs[name] = Cost(statistics.median(ratios), min(ratios), max(ratios), gflop, memory[name])
+    measured = step_costs({name: bench_args(name, args) for name in names}, BASELINE, SCALES[args.scale].rounds)
+    costs = measured | costs
     costs_file(args).parent.mkdir(parents=True, exist_ok=True)
     write_text(costs_file(args), json.dumps({name: asdict(cost) for name, cost in costs.items()}, indent=1) + "\n")
     return costs
@@ -362,6 +348,8 @@ def report(
     files = write_leaderboard(data_folder(args), name, "\n\n".join(parts) + "\n", rows)
     if args.html and any(finished(each) for of_entry in runs.values() for each in of_entry):
         files.append(write_html(data_folder(args) / f"{name}.html", runs, tables, notes, args))
+    elif args.html:
+        notes.append(f"--html: no report, because it shows masks, and no finished run is below {data_folder(args)}")
     logger.info("\n%s", "\n".join([*notes, f"written to {', '.join(map(str, files))}"]))
 
 
@@ -394,13 +382,13 @@ def explanations(args: Namespace) -> list[str]:
 def main(args: Namespace) -> None:
     check_args(args)
     idle = args.dry_run or args.table_only
-    # On a cluster, this machine is not the one that the runs will use.
-    costs = known_costs(args) if idle or (args.cluster == "slurm" and not args.equal_compute) else measure_costs(args)
+    archive = read_archive(args.archive)
+    elsewhere = args.cluster == "slurm" and not args.equal_compute  # this machine is not the one that runs will use
+    costs = (known_costs if idle or elsewhere else measure_costs)(archive, args)
     if args.equal_compute and (unknown := [name for name in args.strategies if name not in costs]):
         raise UserError(f"--equal_compute: the cost of {unknown[0]} is not measured yet; run without --dry_run")
     entries = plan_entries(args, costs)
     runs = {entry: [plan_bench(entry, seed, args) for seed in args.seeds] for entry in entries}
-    archive = read_archive(args.archive)
     for entry in entries:
         for each in runs[entry]:
             archive.check(entry.label, each.seed, archived_flags(entry, args))

@@ -69,11 +69,11 @@ def add_run_arguments(parser: ArgumentParser, scales: list[str], output_dir: str
 
 
 def check_args(args: Namespace) -> None:
-    known = f"known are {', '.join(RECIPES)}; --list describes them"
+    choices = f"choose from {', '.join(RECIPES)}; --list describes them"
     if not args.recipes:
-        raise UserError(f"RECIPE is missing; {known}")
+        raise UserError(f"RECIPE is missing; {choices}")
     if unknown := [name for name in args.recipes if name not in RECIPES]:
-        raise UserError(f"there is no recipe {unknown[0]}; {known}")
+        raise UserError(f"there is no recipe {unknown[0]}; {choices}")
     settle_run_args(args)
 
 

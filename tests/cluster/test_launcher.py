@@ -165,7 +165,7 @@ def test_arrays_multiply():
         (("--array", "seed=a,b"), "argument --seed: 'a' is not a whole number"),
         (("--cluster", "cloud"), "argument --cluster: invalid choice: 'cloud'"),
         (("--cluster", "local", "--nodes", "1", "--job_dir", os.devnull), f"--job_dir {os.devnull}: File exists"),
-        (("--model", "mae_vit_bsae"), "--model mae_vit_bsae is unknown; known are mae_vit_base"),
+        (("--model", "mae_vit_bsae"), "--model mae_vit_bsae is unknown; choose from mae_vit_base"),
         (("--mask_ratio", "3"), "argument --mask_ratio: 3 must be above 0 and below 1"),
         (("--masking", "mine.py:stripes"), "--masking mine.py:stripes: there is no file mine.py"),
         (("--array", "mask_ratio=0.5,3"), "argument --mask_ratio: 3 must be above 0 and below 1"),

@@ -223,7 +223,7 @@ BAD = {
     "no default folder": (("--data_set", "folder"), "--data_path data/imagenet is not a folder"),
     "missing folder": (("--data_set", "folder", "--data_path", "nowhere"), "--data_path nowhere is not a folder"),
     "empty folder": (("--data_set", "folder", "--data_path", "{tmp}"), "no images in"),
-    "unknown model": (("--model", "mae_vit_gigantic"), "--model mae_vit_gigantic is unknown; known are mae_vit_base"),
+    "unknown model": (("--model", "mae_vit_gigantic"), "--model mae_vit_gigantic is unknown; choose from mae_vit_base"),
     "mask ratio 0": (("--mask_ratio", "0"), "argument --mask_ratio: 0 must be above 0 and below 1"),
     "mask ratio 1": (("--mask_ratio", "1"), "argument --mask_ratio: 1 must be above 0 and below 1"),
     "mask ratio 1.5": (("--mask-ratio=1.5",), "argument --mask_ratio: 1.5 must be above 0 and below 1"),
@@ -245,7 +245,7 @@ BAD = {
     "unknown flag": (("--learning_rate", "1"), "unrecognized arguments: --learning_rate"),
     "unknown choice": (
         ("--masking", "clever"),
-        "--masking clever is unknown; known are random, block, grid, noise, curriculum, predictive, or your own",
+        "--masking clever is unknown; choose from random, block, grid, noise, curriculum, predictive, or give your own",
     ),
     "masks of no file": (("--masking", "none.py:stripes"), "--masking none.py:stripes: there is no file none.py"),
     "a ratio that moves": (("--mask_ratio_start", "0.5"), "--mask_ratio_start needs masks of an exact ratio"),

@@ -14,9 +14,10 @@ import torch
 from small_runs import checkpoint
 
 import main_pretrain
-from experiments import maskbench, probe
+from experiments import costs, maskbench, probe
 from experiments.archive import read_archive
-from experiments.leaderboard import Cost, Entry, noise_table, standings
+from experiments.costs import Cost
+from experiments.leaderboard import Entry, noise_table, standings
 from experiments.maskbench import SCALES, STRATEGIES, plan_bench, plan_entries
 from experiments.plan import Run
 from experiments.probe import ProbedRun, cross_fit, find_unseen
@@ -139,7 +140,7 @@ def bench(program, monkeypatch, tmp_path):
 
     done: list[str] = []
     monkeypatch.setattr(maskbench, "work", in_process)
-    monkeypatch.setattr(maskbench, "measure_costs", lambda _: COSTS)
+    monkeypatch.setattr(maskbench, "measure_costs", lambda *_: COSTS)
 
     def call(*flags):
         done.clear()
@@ -214,8 +215,8 @@ def test_an_archive_stands_in_for_runs_that_are_elsewhere(bench, program, tmp_pa
     assert archive.read_text().splitlines()[: len(lines)] == lines
 
     shutil.rmtree(tmp_path / "out")
-    out, done = bench(*flags, "--strategies", "block", "--table_only")
-    assert done == []
+    out, done = bench(*flags, "--strategies", "block", "--table_only", "--html")
+    assert (done, f"no finished run is below {folder}" in out) == ([], True)
     assert re.search(rf"random +baseline +2 +3 +{np.mean(accuracy):.2f}", out)
     other = (*TINY, "--output_dir", tmp_path / "out", *flags, "--table_only", "--pretrain", "--mask_ratio", 0.5)
     code, _, err = program(maskbench, *other)
@@ -243,14 +244,14 @@ def test_costs_are_measured_once_beside_random_masks(monkeypatch, tmp_path):
         __exit__ = lambda *_: None  # noqa: E731
         apply = staticmethod(lambda function, arguments: function(*arguments))
 
-    monkeypatch.setattr(maskbench, "get_context", lambda _: SameProcess)
-    args = arguments(*TINY, "--strategies", "ratio", "attention", "--output_dir", tmp_path)
-    costs = maskbench.measure_costs(args)
-    assert costs.keys() == {"random", "ratio", "attention"}
-    assert costs["random"].time == 1
-    assert costs["random"].gflop < costs["ratio"].gflop < costs["attention"].gflop
-    monkeypatch.setattr(maskbench, "Contender", None)
-    assert maskbench.measure_costs(args) == maskbench.known_costs(args) == costs
+    monkeypatch.setattr(costs, "get_context", lambda _: SameProcess)
+    args, archive = arguments(*TINY, "--strategies", "ratio", "attention", "--output_dir", tmp_path), read_archive(None)
+    found = maskbench.measure_costs(archive, args)
+    assert found.keys() == {"random", "ratio", "attention"}
+    assert found["random"].time == 1
+    assert found["random"].gflop < found["ratio"].gflop < found["attention"].gflop
+    monkeypatch.setattr(costs, "Contender", None)
+    assert maskbench.measure_costs(archive, args) == maskbench.known_costs(archive, args) == found
 
 
 # --- Probes ---

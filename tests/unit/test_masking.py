@@ -444,7 +444,7 @@ def test_a_users_file_needs_no_change_elsewhere(mine, mae):
 
 def test_what_is_wrong_with_a_users_strategy_is_named(mine, tmp_path):
     for name, words in {
-        "curriclum": r"--masking curriclum is unknown; known are random, block, grid, noise, curriculum, predictive",
+        "curriclum": r"--masking curriclum is unknown; choose from random, block, grid, noise, curriculum, predictive",
         "mine:stripes": r"--masking mine:stripes is unknown",
         f"{tmp_path}/other.py:stripes": r"there is no file .*other\.py",
         f"{mine}:dots": r"mine\.py has no function or class dots",

@@ -347,7 +347,7 @@ def test_masking_that_does_not_fit_is_refused_by_name():
         model(imgs, keep_prob=torch.ones(1, 64))
     with pytest.raises(ValueError, match="not visible and keep_prob"):
         model(imgs, visible=torch.ones(2, 64, dtype=torch.bool), keep_prob=torch.ones(2, 64))
-    with pytest.raises(ValueError, match="soft='atention' is unknown; known are attention, tokens"):
+    with pytest.raises(ValueError, match="soft='atention' is unknown; choose from attention, tokens"):
         model(imgs, keep_prob=torch.ones(2, 64), soft="atention")
     with pytest.raises(ValueError, match=r"imgs has shape \(2, 1, 32, 32\).*\(N, 3, 32, 32\)"):
         model(imgs[:, :1])

@@ -153,7 +153,7 @@ def test_what_does_not_fit_is_named(tmp_path, mae):
         load({"fc.weight": torch.ones(2, 2)})
     with pytest.raises(UserError, match=r"has cls_token of shape \(1, 1, 64\), but this model needs \(1, 1, 192\)"):
         load(state, model="vit_tiny_patch16")
-    with pytest.raises(UserError, match="--model vit_giant is unknown; known are vit_base_patch16"):
+    with pytest.raises(UserError, match="--model vit_giant is unknown; choose from vit_base_patch16"):
         load(state, model="vit_giant")
     odd = mae_vit_micro_patch4(img_size=32).state_dict()
     odd = {key: value for key, value in odd.items() if not key.startswith("blocks.3.")}

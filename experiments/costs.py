@@ -1,0 +1,36 @@
+"""What an iteration costs with a masking strategy, beside one with random masks."""
+
+import statistics
+from argparse import Namespace
+from dataclasses import dataclass
+from multiprocessing import get_context
+
+from benchmarks.bench_step import PER_TURN, Contender, peak_memory
+from benchmarks.timing import alternate
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of an iteration, beside one of random masks. Times alternate in one process: the median ratio, and its range."""
+
+    time: float
+    fastest: float
+    slowest: float
+    gflop: float  # per image
+    memory: float  # peak, in GB
+
+
+def step_costs(benches: dict[str, Namespace], baseline: str, rounds: int) -> dict[str, Cost]:
+    """By strategy, given flags of benchmarks.bench_step for each."""
+    with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:  # a peak is that of a process
+        memory = {name: pool.apply(peak_memory, ("", bench)) for name, bench in benches.items()}
+    contenders = {name: Contender("", bench) for name, bench in benches.items()}
+    for contender in contenders.values():
+        contender.iterate(2 * PER_TURN)  # until thresholded masks are near their ratio
+    times, _ = alternate({name: one.take_turn for name, one in contenders.items()}, rounds)
+    costs = {}
+    for name, bench in benches.items():
+        ratios = [own / base for own, base in zip(times[name], times[baseline], strict=True)]
+        gflop = contenders[name].gflop() / bench.batch_size
+        costs[name] = Cost(statistics.median(ratios), min(ratios), max(ratios), gflop, memory[name])
+    return costs
