@@ -12,7 +12,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
-from util.cli import ArgumentParser, UserError, file_name, label, logger, plain, run
+from util.cli import ArgumentParser, UserError, file_name, label, logger, plain
 from util.evaluation.compare import Comparison, caveats, compare
 from util.evaluation.results import FEW_SHOT, RESULTS, read_run
 from util.evaluation.tables import (
@@ -27,6 +27,7 @@ from util.evaluation.tables import (
     tex_comment,
 )
 from util.plots.style import save_figure, short_names
+from util.program import run
 
 
 def get_args_parser() -> ArgumentParser:

@@ -10,7 +10,8 @@ A random-weight baseline, on a machine with no GPU and no images:
 from argparse import Namespace
 
 from util.arguments import add_evaluation_arguments
-from util.cli import ArgumentParser, UserError, answer_early, count, positive, run, tracked
+from util.cli import ArgumentParser, UserError, count, positive, tracked
+from util.program import answer_early, run
 
 
 def get_args_parser() -> ArgumentParser:

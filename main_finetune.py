@@ -27,7 +27,6 @@ from util.arguments import (
 from util.cli import (
     ArgumentParser,
     UserError,
-    answer_early,
     count,
     count_or_zero,
     label,
@@ -36,8 +35,8 @@ from util.cli import (
     number,
     positive,
     probability,
-    run,
 )
+from util.program import answer_early, run
 
 PROTOCOL = "finetune"
 SETTINGS = (  # what a result depends on, besides the encoder and the data

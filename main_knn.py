@@ -12,7 +12,8 @@ A random-weight baseline, on a machine with no GPU and no images:
 from argparse import Namespace
 
 from util.arguments import add_evaluation_arguments
-from util.cli import ArgumentParser, UserError, answer_early, count, logger, number, run
+from util.cli import ArgumentParser, UserError, count, logger, number
+from util.program import answer_early, run
 
 DEFAULT_K = (1, 5, 10, 20)
 

@@ -14,19 +14,8 @@ A random-weight baseline, on a machine with no GPU and no images:
 from argparse import Namespace
 
 from util.arguments import add_evaluation_arguments
-from util.cli import (
-    ArgumentParser,
-    TrainingDiverged,
-    UserError,
-    answer_early,
-    count,
-    count_or_zero,
-    logger,
-    non_negative,
-    place_in_world,
-    positive,
-    run,
-)
+from util.cli import ArgumentParser, TrainingDiverged, UserError, count, count_or_zero, logger, non_negative, positive
+from util.program import answer_early, place_in_world, run
 
 HELD_OUT = 0.1  # fraction of the training images held out to choose from --lr_grid
 CACHED_REPORT = 10  # epochs between log lines with cached features, where epochs are short

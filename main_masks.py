@@ -13,7 +13,8 @@ util/evaluation/forensics.py explains the columns; lines below the table say wha
 from argparse import Namespace
 
 from util.arguments import add_image_arguments
-from util.cli import ArgumentParser, UserError, answer_early, count, label, logger, run, seed_number
+from util.cli import ArgumentParser, UserError, count, label, logger, seed_number
+from util.program import answer_early, run
 
 
 def get_args_parser() -> ArgumentParser:

@@ -25,19 +25,8 @@ from util.arguments import (
     add_statistics_arguments,
     settle_shared_args,
 )
-from util.cli import (
-    ArgumentParser,
-    UserError,
-    answer_early,
-    count,
-    count_or_zero,
-    fraction,
-    logger,
-    non_negative,
-    number,
-    positive,
-    run,
-)
+from util.cli import ArgumentParser, UserError, count, count_or_zero, fraction, logger, non_negative, number, positive
+from util.program import answer_early, run
 
 # The paper's setup, as far as it is stated: He et al.'s recipe on 200 classes of ImageNet. The number of epochs is not
 # given; 400 is upstream's default.

@@ -16,7 +16,8 @@ All of this for several runs as one HTML file, with a slider over training:
 from argparse import Namespace
 
 from util.arguments import add_image_arguments
-from util.cli import ArgumentParser, UserError, answer_early, count, file_name, label, logger, plain, run, seed_number
+from util.cli import ArgumentParser, UserError, count, file_name, label, logger, plain, seed_number
+from util.program import answer_early, run
 
 
 def get_args_parser() -> ArgumentParser:

@@ -17,10 +17,11 @@ import numpy as np
 import torch
 
 from benchmarks.timing import alternate, median, ratio
-from util.cli import ArgumentParser, UserError, count, logger, number, positive, run
+from util.cli import ArgumentParser, UserError, count, logger, number, positive
 from util.evaluation.neighbours import nearest_neighbours
 from util.evaluation.tables import show_table
 from util.misc import generator
+from util.program import run
 
 Search = Callable[[int], np.ndarray]  # given the round, returns neighbours' indices [M, k]
 

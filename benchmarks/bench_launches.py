@@ -18,8 +18,9 @@ import torch
 from benchmarks import bench_step
 from benchmarks.fake_cuda import Launch, Recorder, fake_cuda, obstacle, run_on_fake_cuda
 from models_mae import MODELS, grid_size
-from util.cli import LOG_INTERVAL, ArgumentParser, UserError, count, logger, run
+from util.cli import LOG_INTERVAL, ArgumentParser, UserError, count, logger
 from util.evaluation.tables import show_table
+from util.program import run
 
 METHODS = ("MAE", "CL-MAE", "preset", "predictive")
 STEPS = 2  # the preset's masking module learns in every second

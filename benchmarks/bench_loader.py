@@ -26,7 +26,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.datasets.folder import IMG_EXTENSIONS, pil_loader
 
 from benchmarks.timing import alternate, ratio
-from util.cli import ArgumentParser, UserError, count, logger, number, positive, run
+from util.cli import ArgumentParser, UserError, count, logger, number, positive
 from util.crop import draw_crop
 from util.data import decode
 from util.data.arrow import list_rows
@@ -34,6 +34,7 @@ from util.data.listing import ImageList, Names
 from util.data.sources import Source
 from util.datasets import Augmentation, AugmentedDataset, EpochBatches, ImageLoader, collate_augmented
 from util.evaluation.tables import show_table
+from util.program import run
 
 
 def get_args_parser() -> ArgumentParser:

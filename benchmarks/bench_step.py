@@ -26,10 +26,11 @@ import main_pretrain
 from benchmarks.timing import alternate, ratio
 from engine_pretrain import train_one_epoch
 from models_mae import MODELS, build_mae
-from util.cli import ArgumentParser, count, logger, run
+from util.cli import ArgumentParser, count, logger
 from util.datasets import ImageLoader
 from util.evaluation.tables import show_table
 from util.misc import generator, set_up_device
+from util.program import run
 from util.training.progress import EpochLog, LossGuard
 from util.training.resume import Start
 

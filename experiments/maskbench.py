@@ -41,8 +41,9 @@ from experiments.runner import work
 from masking import find_strategy
 from models_mae import build_mae
 from util.checkpoint import write_text
-from util.cli import ArgumentParser, UserError, file_name, logger, positive, run
+from util.cli import ArgumentParser, UserError, file_name, logger, positive
 from util.evaluation.tables import Table, as_markdown, as_text
+from util.program import run
 
 BASELINE = "random"
 TIMING_ERROR = 0.05  # closer step times count as equal

@@ -32,7 +32,7 @@ from engine_probe import fit_softmax, predict
 from models_vit import VisionTransformer, encoder_of, infer_model
 from util.arguments import add_distributed_arguments, add_machine_arguments, settle_shared_args
 from util.checkpoint import load_checkpoint, number_of, numbered_checkpoints, weights_of
-from util.cli import ArgumentParser, UserError, count, count_or_zero, number, positive, run, tracked
+from util.cli import ArgumentParser, UserError, count, count_or_zero, number, positive, tracked
 from util.data.sources import build_source, image_names
 from util.datasets import ImageDataset, build_eval_dataset
 from util.evaluation.features import FeatureCache, FeatureSet, extract_features, file_hash
@@ -40,6 +40,7 @@ from util.evaluation.results import Outcome, Report, Result, read_arrays
 from util.evaluation.subject import Subject
 from util.evaluation.tables import show_table
 from util.misc import amp_dtype, derive_seed, init_distributed_mode
+from util.program import run
 from util.training.resume import data_identity
 
 PROTOCOL = "crossfit"

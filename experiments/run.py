@@ -27,9 +27,10 @@ from experiments.runner import command, work
 from experiments.table import build_tables
 from util.arguments import DATA_SETS
 from util.checkpoint import write_text
-from util.cli import ArgumentParser, UserError, count, logger, run, seed_number
+from util.cli import ArgumentParser, UserError, count, logger, seed_number
 from util.data.sources import build_source
 from util.evaluation.tables import SIGNIFICANT, Table, as_markdown, as_text, markdown
+from util.program import run
 from util.training.launcher import add_resource_arguments
 
 

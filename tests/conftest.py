@@ -22,9 +22,10 @@ from torch import nn
 
 import main_pretrain
 from models_mae import MaskedAutoencoderViT
-from util.cli import STOP_SIGNALS, logger, run
+from util.cli import logger
 from util.data.shapes import CAMOUFLAGED, ShapesDataset
 from util.datasets import pixel_statistics
+from util.program import STOP_SIGNALS, run
 
 DATA = ROOT / "tests" / "data"
 MARKERS = ("cluster", "slow")

@@ -29,7 +29,8 @@ from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: a fork has none of its threads
 
-from util.cli import ArgumentParser, Interrupted, UserError, count, label, logger, run, seed_number
+from util.cli import ArgumentParser, Interrupted, UserError, count, label, logger, seed_number
+from util.program import run
 
 ROOT = Path(__file__).resolve().parent.parent
 CODES = {0, UserError.exit_code, 3}

@@ -12,7 +12,7 @@ from contextlib import redirect_stderr, redirect_stdout
 
 import torch
 
-from util.cli import run
+from util.program import run
 
 torch.set_num_threads(1)
 for request in sys.stdin:

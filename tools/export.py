@@ -29,9 +29,10 @@ from tools.huggingface import Model, hf_config, hf_preprocessor, hf_weights, ima
 from util import checkpoint as ckpt
 from util import hub
 from util.arguments import named_folder
-from util.cli import ArgumentParser, UserError, logger, run
+from util.cli import ArgumentParser, UserError, logger
 from util.evaluation.features import file_hash
 from util.evaluation.results import read_results, results_file
+from util.program import run
 
 SUFFIXES = {"timm": ".safetensors", "hf": "", "upstream": ".pth", "safetensors": ".safetensors"}  # "": a folder
 SUFFIXES["masking"] = ".safetensors"

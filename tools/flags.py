@@ -8,7 +8,8 @@ import importlib
 from argparse import Namespace
 from pathlib import Path
 
-from util.cli import ArgumentParser, logger, run
+from util.cli import ArgumentParser, logger
+from util.program import run
 from util.training.launcher import add_job_arguments
 
 PROGRAMS = (

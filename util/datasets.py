@@ -20,12 +20,13 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 from torchvision.transforms import InterpolationMode, v2
 
-from util.cli import SHM_FULL, UserError, logger, shortage
+from util.cli import UserError, logger
 from util.crop import Crop, draw_crop, draw_crop_once
 from util.data.decode import MODES, exact_crop, jpeg_crop, read_jpeg, to_mode
 from util.data.listing import Listing
 from util.data.sources import Source, build_source
 from util.misc import derive_seed, gather_objects, generator, get_rank, get_world_size, start_loader_process
+from util.program import SHM_FULL, shortage
 
 Values = Sequence[float] | None  # of --mean or --std
 

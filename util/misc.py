@@ -25,7 +25,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from util.cli import STOP_SIGNALS, Interrupted, UserError, logger, orphaned, place_in_world, silence
+from util.cli import Interrupted, UserError, logger, silence
+from util.program import STOP_SIGNALS, orphaned, place_in_world
 
 PATIENCE = datetime.timedelta(minutes=10)  # how long processes wait for an unresponsive one
 PATIENCE_TO_MEET = datetime.timedelta(minutes=2)  # and for one that has not joined yet

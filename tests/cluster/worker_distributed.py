@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from small_runs import SMALL
 
-import util.cli
+import util.program
 import util.misc
 from engine_pretrain import train_one_epoch
 from main_pretrain import build_masking, build_networks, check_args, get_args_parser, settle_batch_and_rates
@@ -155,7 +155,7 @@ def main(output):
         results["means"] = [mean_at(offset) for offset in (0, 333)]
         results["stopping"] = steps_that_stop()
     torch.save(results, f"{output}.{get_rank()}")
-    util.cli.leave(0, together=True)
+    util.program.leave(0, together=True)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ import models_mae
 import util.checkpoint
 from main_pretrain import get_args_parser
 from models_mae import mae_vit_micro_patch4
-from util.cli import STOP_SIGNALS, Interrupted, UserError
+from util.cli import Interrupted, UserError
+from util.program import STOP_SIGNALS
 from util.training import progress as journal
 from util.training import resume
 from util.training.resume import differences

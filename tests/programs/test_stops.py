@@ -26,7 +26,8 @@ ENCODER = ("--model", "vit_micro_patch4", "--input_size", "16", *DATA)
 # Without torch, which takes seconds to import. `MAIN` is the body of a program's main.
 PROGRAM = """
 import os, signal, sys, time
-from util.cli import ArgumentParser, answer_early, expect_the_end, run
+from util.cli import ArgumentParser
+from util.program import answer_early, expect_the_end, run
 parser = ArgumentParser("program")
 BEFORE
 def main(args):

@@ -10,7 +10,8 @@ import sys
 import pytest
 from processes import ROOT
 
-from util.cli import ArgumentParser, UserError, file_name, flags_named, label, logger, plain, setup_logging
+from util.cli import ArgumentParser, UserError, file_name, label, logger, plain, setup_logging
+from util.program import flags_named
 from util.training.launcher import add_job_arguments
 
 FOLDERS = ("tools", "experiments", "benchmarks")

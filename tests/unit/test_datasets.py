@@ -16,7 +16,7 @@ from PIL import Image
 from processes import wait_until
 
 from main_pretrain import check_args, get_args_parser
-from util.cli import UserError, end_children
+from util.cli import UserError
 from util.data.sources import DEFAULT_DATA_PATH, Subset, build_source, image_names, labels_of
 from util.datasets import (
     AugmentedDataset,
@@ -30,6 +30,7 @@ from util.datasets import (
     pixel_statistics,
     pretrain_augmentation,
 )
+from util.program import end_children
 from util.training.resume import data_identity
 
 

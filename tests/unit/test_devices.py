@@ -10,9 +10,10 @@ from small_runs import SMALL
 
 import main_pretrain
 import util.misc
-from util.cli import UserError, lost_another
+from util.cli import UserError
 from util.evaluation.neighbours import Scan, nearest_neighbours
 from util.misc import amp_dtype, full_float32, init_distributed_mode, precision, set_up_device
+from util.program import lost_another
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 KERNELS = ("flash", "mem_efficient", "cudnn", "math")

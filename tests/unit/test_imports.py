@@ -127,7 +127,7 @@ def test_rooms_of_util_keep_to_themselves_but_for_known_exceptions():
     assert not wrong
 
 
-@pytest.mark.parametrize("name", ["util.cli", "util.arguments"])
+@pytest.mark.parametrize("name", ["util.cli", "util.program", "util.arguments"])
 def test_flags_are_parsed_without_torch(name):
     """Nor do they import, on loading, anything of ours that would."""
     todo, seen = [name], set()

@@ -15,10 +15,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from util.checkpoint import SUM, content_sum, drop_stale_partials, partial_of
-from util.cli import OutOfResources, UserError, expect_the_end, logger, tracked
+from util.cli import OutOfResources, UserError, logger, tracked
 from util.data.sources import Source, labels_of
 from util.datasets import BadImages, Fetcher, ImageDataset, collate
 from util.misc import autocast, gather_objects, gather_rows, get_rank, is_main_process, share_of_rank
+from util.program import expect_the_end
 
 FORMAT = 4  # of the cache; changing it invalidates all older files
 

@@ -26,19 +26,9 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError, Uncomplet
 
 from util.arguments import DEFAULT_OUTPUT_DIR, settle_shared_args
 from util.checkpoint import any_checkpoint
-from util.cli import (
-    ArgumentParser,
-    Interrupted,
-    UserError,
-    count,
-    count_or_zero,
-    end_children,
-    flags_named,
-    logger,
-    positive,
-    setup_logging,
-)
+from util.cli import ArgumentParser, Interrupted, UserError, count, count_or_zero, logger, positive, setup_logging
 from util.hub import is_hub_name
+from util.program import end_children, flags_named
 
 ROOT = Path(__file__).resolve().parents[2]
 SIGNAL_DELAY = 120  # seconds between the cluster's warning and the end of the job: time to finish a step and save

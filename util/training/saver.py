@@ -12,9 +12,10 @@ import torch
 
 from util import checkpoint as ckpt
 from util.board import Board
-from util.cli import STOP_SIGNALS, Interrupted, OutOfResources, TrainingDiverged, UserError, logger, orphaned
+from util.cli import Interrupted, OutOfResources, TrainingDiverged, UserError, logger
 from util.datasets import ImageLoader
 from util.misc import gather_objects, get_world_size, is_main_process, mean_of_processes
+from util.program import STOP_SIGNALS, orphaned
 from util.training.progress import EpochLog
 from util.training.resume import TrainingState
 
