@@ -88,6 +88,8 @@ def read_archive(path: str | None) -> Archive:
         read_records(archive.path, parse)
     except OSError as error:
         raise UserError(f"--archive {path}: {error.strerror}") from None
+    if archive.path.stat().st_size and not (archive.probes or archive.costs):  # nothing is appended to another's file
+        raise UserError(f"--archive {path} is not an archive of MaskBench: give another file, or a new one")
     return archive
 
 

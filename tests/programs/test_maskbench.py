@@ -223,6 +223,14 @@ def test_an_archive_stands_in_for_runs_that_are_elsewhere(bench, program, tmp_pa
     assert (code, "random (seed 0) with other flags" in err) == (2, True)
 
 
+def test_no_other_file_is_taken_for_an_archive(tmp_path):
+    (tmp_path / "notes.md").write_text("# Notes\n")
+    with pytest.raises(UserError, match="notes.md is not an archive of MaskBench"):
+        read_archive(str(tmp_path / "notes.md"))
+    (tmp_path / "new.jsonl").touch()
+    assert read_archive(str(tmp_path / "new.jsonl")).probes == {}
+
+
 def test_published_results_are_those_of_todays_strategies():
     """Otherwise they would be refused, and could not be compared with."""
     file = Path(maskbench.__file__).parent / "results" / "maskbench-small-cifar10.jsonl"
