@@ -27,7 +27,7 @@ from util.evaluation.tables import Cell, Group, Table, csv_text, p_value
 from util.plots.style import COLOURS, MARKERS, save_figure, verbatim
 
 EFFECT = 0.5  # points: the difference that a benchmark should be able to tell from none
-FEATURE_NAMES = {"mean": "mean token", "cls": "[CLS] token", "both": "both"}
+FEATURE_NAMES = {"mean": "mean token", "cls": "[CLS] token", "both": "both tokens"}
 
 
 @dataclass(frozen=True)
