@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from small_runs import SMALL
 
-import util.program
 import util.misc
+import util.program
 from engine_pretrain import train_one_epoch
 from main_pretrain import build_masking, build_networks, check_args, get_args_parser, settle_batch_and_rates
 from util.datasets import build_pretrain_loader

@@ -225,7 +225,7 @@ def test_an_archive_stands_in_for_runs_that_are_elsewhere(bench, program, tmp_pa
 
 def test_no_other_file_is_taken_for_an_archive(tmp_path):
     (tmp_path / "notes.md").write_text("# Notes\n")
-    with pytest.raises(UserError, match="notes.md is not an archive of MaskBench"):
+    with pytest.raises(UserError, match=r"notes\.md is not an archive of MaskBench"):
         read_archive(str(tmp_path / "notes.md"))
     (tmp_path / "new.jsonl").touch()
     assert read_archive(str(tmp_path / "new.jsonl")).probes == {}
