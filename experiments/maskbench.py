@@ -76,7 +76,11 @@ STRATEGIES = {
     "predictive-mild": MaskStrategy(f"{PREDICTIVE} 0.5", 1.02),
     "predictive": MaskStrategy(f"{PREDICTIVE} 1", 1.02),
     "predictive-reversed": MaskStrategy(f"{PREDICTIVE} 1 --lambda_cl_start -1 --lambda_cl_end 1", 1.02),
-    "predictive-noise": MaskStrategy(f"{PREDICTIVE} 1 --mask_noise curriculum", 1.02),  # geometry and content
+    # The mild curriculum with geometry besides content, as partner alone, as adversary alone, with a rising ratio.
+    "predictive-noise": MaskStrategy(f"{PREDICTIVE} 0.5 --mask_noise curriculum", 1.02),
+    "predictive-partner": MaskStrategy(f"{PREDICTIVE} 0.5 --lambda_cl_end 0", 1.02),
+    "predictive-adversary": MaskStrategy(f"{PREDICTIVE} 0.5 --lambda_cl_start 0", 1.02),
+    "predictive-ratio": MaskStrategy(f"{PREDICTIVE} 0.5 --mask_ratio_start 0.65 --mask_ratio 0.85", 1.02),
     "released": MaskStrategy(f"{CONTROL} {' '.join(RELEASED_FLAGS)}", 4.02),  # the authors' code
 }
 
@@ -148,9 +152,11 @@ def get_args_parser() -> ArgumentParser:
         "--epochs_factor", default=[1.0], type=positive, nargs="+", help="lengths of training, over the scale's"
     )
     what.add_argument(
-        "--equal_compute",
-        action="store_true",
-        help="also train slower and faster strategies for as many epochs as fit into the time of random masks",
+        "--equal",
+        default=["epochs"],
+        nargs="+",
+        choices=["epochs", "compute"],
+        help="what strategies have in common; compute: as many epochs as fit into the time of random masks",
     )
     what.add_argument(
         "--archive",
@@ -197,15 +203,16 @@ def shared_flags(args: Namespace) -> list[str]:
 
 
 def plan_entries(args: Namespace, costs: dict[str, Cost]) -> list[Entry]:
-    """Each strategy at each length and, for equal compute, at the length that takes as long as random masks."""
+    """Each strategy at each length, for equal epochs, and at the length that takes as long, for equal compute."""
     standard, entries = parse(shared_flags(args)).epochs, {}
     for factor in args.epochs_factor:
         whole = max(round(standard * factor), 1)
         baseline = label_of(BASELINE, whole, standard)
         for name in args.strategies:
-            lengths = [whole]
-            if args.equal_compute and abs(costs[name].time - 1) > TIMING_ERROR:
-                lengths.append(max(round(standard * factor / costs[name].time), 1))
+            time = costs[name].time if "compute" in args.equal else 1
+            same_speed = abs(time - 1) <= TIMING_ERROR
+            lengths = [whole] if same_speed or "epochs" in args.equal else []
+            lengths += [] if same_speed else [max(round(standard * factor / time), 1)]
             for epochs in lengths:
                 label = label_of(name, epochs, standard)
                 entries.setdefault(label, Entry(label, name, epochs, baseline))
@@ -384,10 +391,11 @@ def main(args: Namespace) -> None:
     check_args(args)
     idle = args.dry_run or args.table_only
     archive = read_archive(args.archive)
-    elsewhere = args.cluster == "slurm" and not args.equal_compute  # this machine is not the one that runs will use
+    by_time = "compute" in args.equal
+    elsewhere = args.cluster == "slurm" and not by_time  # this machine is not the one that runs will use
     costs = (known_costs if idle or elsewhere else measure_costs)(archive, args)
-    if args.equal_compute and (unknown := [name for name in args.strategies if name not in costs]):
-        raise UserError(f"--equal_compute: the cost of {unknown[0]} is not measured yet; run without --dry_run")
+    if by_time and (unknown := [name for name in args.strategies if name not in costs]):
+        raise UserError(f"--equal compute: the cost of {unknown[0]} is not measured yet; run without --dry_run")
     entries = plan_entries(args, costs)
     runs = {entry: [plan_bench(entry, seed, args) for seed in args.seeds] for entry in entries}
     for entry in entries:

@@ -66,8 +66,10 @@ def test_strategies_are_settings_of_pretraining_with_folders_of_their_own(name):
 
 
 def test_equal_compute_gives_epochs_by_step_time_and_longer_training_has_its_own_baseline():
-    flags = ("--data_path", "x", "--strategies", "tokens", "block", "--epochs_factor", 1, 4, "--equal_compute")
+    flags = ("--data_path", "x", "--strategies", "tokens", "block", "--epochs_factor", 1, 4, "--equal", "compute")
     costs = COSTS | {"tokens": Cost(2.9, 2.8, 3.0, 1.0, 0.2), "block": Cost(1.01, 1.0, 1.1, 0.5, 0.1)}
+    assert set(planned(*flags[:5], "--equal", "compute", costs=costs)) == {"random", "tokens-6epochs", "block"}
+    flags += ("epochs",)
     entries = {entry.label: entry for entry in plan_entries(arguments(*flags), costs)}
     long = {label for label in entries if entries[label].baseline == "random-64epochs"}
     assert entries.keys() - long == {"random", "tokens", "tokens-6epochs", "block"}
@@ -113,7 +115,7 @@ def test_mistakes_of_maskbench_end_in_a_sentence(program, tmp_path):
         (("--strategies", "nonsense"), "--strategies nonsense is unknown"),
         (("--strategies", "none.py:stripes"), "there is no file none.py"),
         (("--scale", "full", "--data_set", "shapes"), "--scale full takes folder"),
-        (("--data_set", "shapes", "--equal_compute", "--dry_run"), "the cost of random is not measured yet"),
+        (("--data_set", "shapes", "--equal", "compute", "--dry_run"), "the cost of random is not measured yet"),
         (("--data_set", "shapes", "--archive", tmp_path / "none" / "file"), f"there is no folder {tmp_path}/none"),
         (("--strategies", "grid", mine), f"--strategies grid and {mine} would both be called grid"),
     ):
