@@ -11,6 +11,7 @@ what was interrupted.
 """
 
 import json
+import math
 import sys
 from argparse import Namespace
 from dataclasses import asdict, dataclass
@@ -212,7 +213,7 @@ def plan_entries(args: Namespace, costs: dict[str, Cost]) -> list[Entry]:
             time = costs[name].time if "compute" in args.equal else 1
             same_speed = abs(time - 1) <= TIMING_ERROR
             lengths = [whole] if same_speed or "epochs" in args.equal else []
-            lengths += [] if same_speed else [max(round(standard * factor / time), 1)]
+            lengths += [] if same_speed else [max(int(standard * factor / time), 1)]
             for epochs in lengths:
                 label = label_of(name, epochs, standard)
                 entries.setdefault(label, Entry(label, name, epochs, baseline))
@@ -227,7 +228,7 @@ def label_of(name: str, epochs: int = 0, standard: int = 0) -> str:
 def own_flags(entry: Entry, args: Namespace) -> list[str]:
     own, usual = strategy_flags(entry.strategy), parse(shared_flags(args))
     if entry.epochs != usual.epochs:  # the same schedule, stretched
-        warmup = round(usual.warmup_epochs * entry.epochs / usual.epochs)
+        warmup = math.ceil(usual.warmup_epochs * entry.epochs / usual.epochs)
         own += ["--epochs", str(entry.epochs), "--warmup_epochs", str(warmup)]
     return own
 

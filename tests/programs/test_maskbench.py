@@ -68,16 +68,16 @@ def test_strategies_are_settings_of_pretraining_with_folders_of_their_own(name):
 def test_equal_compute_gives_epochs_by_step_time_and_longer_training_has_its_own_baseline():
     flags = ("--data_path", "x", "--strategies", "tokens", "block", "--epochs_factor", 1, 4, "--equal", "compute")
     costs = COSTS | {"tokens": Cost(2.9, 2.8, 3.0, 1.0, 0.2), "block": Cost(1.01, 1.0, 1.1, 0.5, 0.1)}
-    assert set(planned(*flags[:5], "--equal", "compute", costs=costs)) == {"random", "tokens-6epochs", "block"}
+    assert set(planned(*flags[:5], "--equal", "compute", costs=costs)) == {"random", "tokens-5epochs", "block"}
     flags += ("epochs",)
     entries = {entry.label: entry for entry in plan_entries(arguments(*flags), costs)}
     long = {label for label in entries if entries[label].baseline == "random-64epochs"}
-    assert entries.keys() - long == {"random", "tokens", "tokens-6epochs", "block"}
+    assert entries.keys() - long == {"random", "tokens", "tokens-5epochs", "block"}
     assert long == {"random-64epochs", "tokens-64epochs", "tokens-22epochs", "block-64epochs"}
     fast = plan_entries(arguments(*flags), costs | {"block": Cost(0.8, 0.7, 0.9, 0.4, 0.1)})
     assert {"block-20epochs", "block-80epochs"} < {entry.label for entry in fast}
-    shorter = planned(*flags, costs=costs)["tokens-6epochs"].pretrain.args()
-    assert (shorter.epochs, shorter.warmup_epochs, shorter.soft) == (6, 1, "tokens")
+    shorter = planned(*flags, costs=costs)["tokens-5epochs"].pretrain.args()
+    assert (shorter.epochs, shorter.warmup_epochs, shorter.soft) == (5, 1, "tokens")
 
 
 @pytest.mark.parametrize("cluster", ["local", "slurm"])
