@@ -38,10 +38,16 @@ class Archive:
                 "Give the same, or another --archive"
             )
 
+    def check_images(self, images: str, source: object) -> None:
+        """Results are paired by image: refuse those on others."""
+        if any(probe.images != images for probe in self.probes.values()):
+            raise UserError(f"--archive {self.path} has results on other images than those of {source}")
+
     def add(self, label: str, seed: int, flags: str, probe: ProbedRun, commit: str | None) -> None:
         """The last checkpoint's probes, unless they are there already."""
         if self.path is None or (label, seed) in self.probes:
             return
+        self.check_images(probe.images, probe.path)
         self.probes[label, seed], self.flags[label, seed] = probe, flags
         hits = dict(zip(FEATURES, probe.hits[probe.final], strict=True))
         record = {

@@ -11,7 +11,6 @@ from matplotlib.figure import Figure
 
 from experiments.costs import Cost
 from experiments.paired import (
-    DRAWS,
     FEWEST_SEEDS,
     LEVEL,
     Differences,
@@ -70,15 +69,23 @@ def standings(
     costs: dict[str, Cost],
     measure: str,
     part: str = "all",
-    draws: int = DRAWS,
 ) -> list[Standing]:
-    """The rows of the leaderboard, best first; entries without results are left out."""
+    """The rows of the leaderboard, best first; entries without results are left out.
+
+    Gains at equal epochs and at equal compute, and those of each length of training, are families of their own.
+    """
     check_same(probes)
     known = [entry for entry in entries if probes.get(entry.label)]
     scores = {entry.label: scores_of(probes[entry.label], measure, part) for entry in known}
     compared = {entry.label: shared for entry in known if (shared := over_baseline(entry, scores))}
-    gains = dict(zip(compared, estimate_all(list(compared.values()), draws), strict=True))
     epochs = {entry.label: entry.epochs for entry in entries}
+    families: dict[tuple[str, bool], list[str]] = {}
+    for entry in known:
+        if entry.label in compared:
+            families.setdefault((entry.baseline, entry.epochs == epochs[entry.baseline]), []).append(entry.label)
+    gains: dict[str, Estimate] = {}
+    for labels in families.values():
+        gains |= zip(labels, estimate_all([compared[label] for label in labels]), strict=True)
     accuracies = {
         label: float(np.mean([each.mean() for each in of_label.values()])) for label, of_label in scores.items()
     }
@@ -175,8 +182,9 @@ def noise_table(entries: Sequence[Entry], probes: Probes) -> Table | None:
     if len(family) < 2 or len(seeds) < 2 or family[0].label != family[0].baseline:
         return None
     first, lines = probes[family[0].label][seeds[0]], []
+    every = [probes[entry.label][seed].measures for entry in family for seed in seeds]
     for part in (part for part in PARTS if first.part(part).any()):
-        for measure in first.measures:
+        for measure in (name for name in first.measures if all(name in measures for measures in every)):
             scores = [scores_of(probes[entry.label], measure, part) for entry in family]
             noise = measure_noise(np.array([[own[seed].mean(dtype=float) for seed in seeds] for own in scores]))
             corrected = (1 - LEVEL) / (len(family) - 1)
@@ -186,7 +194,7 @@ def noise_table(entries: Sequence[Entry], probes: Probes) -> Table | None:
             lines.append(([shown_measure(measure), shown_part(part)], cells + [Cell(str(number)) for number in needed]))
     groups = [
         Group("deviation over seeds of:", ["Acc@1", "paired difference", "unpaired difference"]),
-        Group(f"seeds to tell {EFFECT} points:", ["paired", "unpaired", f"paired, {len(family) - 1} strategies"]),
+        Group(f"seeds to detect {EFFECT} points:", ["paired", "unpaired", f"paired, {len(family) - 1} strategies"]),
     ]
     return Table(f"Noise, from {len(seeds)} seeds of {len(family)} strategies", ["measure", "images"], groups, lines)
 

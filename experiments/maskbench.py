@@ -14,16 +14,18 @@ import json
 import math
 import sys
 from argparse import Namespace
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+import main_pretrain
 import main_visualize as visualize
 from experiments.archive import Archive, read_archive
 from experiments.costs import Cost, step_costs
 from experiments.leaderboard import (
+    EFFECT,
     Entry,
     Probes,
     features_table,
@@ -33,110 +35,23 @@ from experiments.leaderboard import (
     standings,
     write_leaderboard,
 )
-from experiments.paired import DRAWS, FEWEST_SEEDS
+from experiments.paired import FEWEST_SEEDS
 from experiments.plan import Run, Step, data_folder, data_name, parse
-from experiments.probe import AVERAGE, FEATURES, PARTS, PROTOCOL, read_probe
-from experiments.recipes import RELEASED_FLAGS, Variant
+from experiments.probe import AVERAGE, FEATURES, PARTS, PROTOCOL, images_of, read_probe
+from experiments.recipes import Variant
 from experiments.run import add_run_arguments, fetch, settle_run_args, typed_command
 from experiments.runner import work
+from experiments.strategies import BASELINE, SCALES, STRATEGIES
 from masking import find_strategy
 from models_mae import build_mae
 from util.checkpoint import write_text
 from util.cli import ArgumentParser, UserError, file_name, logger, positive
+from util.evaluation.features import file_hash
 from util.evaluation.tables import Table, as_markdown, as_text
+from util.misc import pick_device
 from util.program import run
 
-BASELINE = "random"
 TIMING_ERROR = 0.05  # closer step times count as equal
-
-
-@dataclass(frozen=True)
-class MaskStrategy:
-    flags: str  # of main_pretrain.py
-    flops: float = 1.0  # of an iteration beside random masks', counted at ViT-S: what a benchmark will cost
-
-
-CURRICULUM = "--masking curriculum --cmm_fraction 0.5 --soft"
-PREDICTIVE = "--masking predictive --cmm_strength"
-CONTROL = "--masking curriculum --soft tokens"
-STRATEGIES = {
-    BASELINE: MaskStrategy("--masking random"),
-    "random-0.6": MaskStrategy("--masking random --mask_ratio 0.6", 1.35),
-    "random-0.85": MaskStrategy("--masking random --mask_ratio 0.85", 0.76),
-    "ratio": MaskStrategy("--masking random --mask_ratio_start 0.5", 1.29),  # a curriculum of the ratio alone
-    "block": MaskStrategy("--masking block"),
-    "grid": MaskStrategy("--masking grid"),
-    "green": MaskStrategy("--masking noise --mask_noise green"),
-    # Blue to red, from neighbours that are visible to whole regions that are hidden; the reverse; and either end.
-    "noise": MaskStrategy("--masking noise"),
-    "noise-reversed": MaskStrategy("--masking noise --lambda_cl_start -1 --lambda_cl_end 1"),
-    "noise-blue": MaskStrategy("--masking noise --mask_noise blue"),
-    "noise-red": MaskStrategy("--masking noise --mask_noise red"),
-    "tokens": MaskStrategy(f"{CURRICULUM} tokens", 3.03),
-    "attention": MaskStrategy(f"{CURRICULUM} attention", 3.01),
-    "predictive-mild": MaskStrategy(f"{PREDICTIVE} 0.5", 1.02),
-    "predictive": MaskStrategy(f"{PREDICTIVE} 1", 1.02),
-    "predictive-reversed": MaskStrategy(f"{PREDICTIVE} 1 --lambda_cl_start -1 --lambda_cl_end 1", 1.02),
-    # The mild curriculum with geometry besides content, as partner alone, as adversary alone, with a rising ratio.
-    "predictive-noise": MaskStrategy(f"{PREDICTIVE} 0.5 --mask_noise curriculum", 1.02),
-    "predictive-partner": MaskStrategy(f"{PREDICTIVE} 0.5 --lambda_cl_end 0", 1.02),
-    "predictive-adversary": MaskStrategy(f"{PREDICTIVE} 0.5 --lambda_cl_start 0", 1.02),
-    "predictive-ratio": MaskStrategy(f"{PREDICTIVE} 0.5 --mask_ratio_start 0.65 --mask_ratio 0.85", 1.02),
-    "released": MaskStrategy(f"{CONTROL} {' '.join(RELEASED_FLAGS)}", 4.02),  # the authors' code
-}
-
-
-@dataclass(frozen=True)
-class BenchScale:
-    pretrain: str  # flags of main_pretrain.py
-    probe: str  # flags of experiments.probe
-    data: dict[str, str]  # by --data_set: further flags of main_pretrain.py
-    hours: float  # of a run with random masks
-    device: str  # that these hours are of
-    rounds: int  # of the measurement of costs
-    batch_size: int | None = None  # of that measurement; None: the training's
-
-
-MICRO = "--model mae_vit_micro_patch4"
-SCALES = {
-    # Seconds per run: a test of the benchmark itself.
-    "tiny": BenchScale(
-        f"{MICRO} --input_size 16 --max_images 32 --batch_size 16 --lr 1e-3 --epochs 2 --warmup_epochs 0 --cmm_depth 1 "
-        "--num_workers 0 --save_every 1",
-        probe="--last 2 --folds 2 --num_workers 0",
-        data={"shapes": "--shapes_images 96"},
-        hours=0.002,
-        device="core",
-        rounds=1,
-    ),
-    # 12,200 images of CIFAR-10's 25,000 are held out.
-    "small": BenchScale(
-        f"{MICRO} --max_images 12800 --batch_size 128 --lr 2e-3 --epochs 16 --warmup_epochs 2 --num_workers 0 "
-        "--save_every 1",
-        probe="--last 1 --num_workers 0",
-        data={
-            **dict.fromkeys(("folder", "cifar10", "cifar100", "stl10"), "--input_size 32"),
-            "fashion_mnist": "--input_size 28 --in_chans 1",
-            "shapes": "--input_size 32 --shapes_images 25000",
-        },
-        hours=0.1,
-        device="core",
-        rounds=5,
-    ),
-    # ImageNet-100, a fifth of it held out, with ViT-S. ImageNet-200 with ViT-B: --pretrain --model mae_vit_base
-    # --num_classes 200 --max_images 200000.
-    # 11.2 GFLOP per image, 100,000 images, 400 epochs, at 33 TFLOP/s, a tenth of an A100's peak.
-    "full": BenchScale(
-        "--model mae_vit_small_patch16 --num_classes 100 --max_images 100000 --global_batch_size 1024 --blr 1.5e-4 "
-        "--epochs 400 --warmup_epochs 40 --save_every 1 --keep 4",
-        probe="--last 4 --num_workers 10",
-        data={"folder": ""},
-        hours=3.8,
-        device="A100",
-        rounds=3,
-        batch_size=8,
-    ),
-}
 
 
 def get_args_parser() -> ArgumentParser:
@@ -144,7 +59,7 @@ def get_args_parser() -> ArgumentParser:
     what = add_run_arguments(parser, list(SCALES), "./output_dir/maskbench")
     what.add_argument(
         "--strategies",
-        default=list(STRATEGIES),
+        default=[name for name, strategy in STRATEGIES.items() if not strategy.on_request],
         nargs="+",
         metavar="NAME",
         help=f"of {', '.join(STRATEGIES)}, or your own: file.py:name; random is always there, to compare to",
@@ -163,7 +78,7 @@ def get_args_parser() -> ArgumentParser:
         "--archive",
         default=None,
         metavar="FILE",
-        help="results of finished runs: what is in it counts as done, what is finished is added to it",
+        help="results of finished runs: they are shown too and count as done; what is finished is added",
     )
     shown = parser.add_argument_group("what to show")
     measures = [f"{encoder}-{feature}" for encoder in ("final", "last", AVERAGE) for feature in FEATURES]
@@ -234,8 +149,19 @@ def own_flags(entry: Entry, args: Namespace) -> list[str]:
 
 
 def archived_flags(entry: Entry, args: Namespace) -> str:
-    """What an archived run has to share with one that would be made now."""
-    return " ".join([*shared_flags(args), *own_flags(entry, args), "| probe", SCALES[args.scale].probe])
+    """What an archived run has to share with one that would be made now: of your own strategy, the file's content."""
+    own = own_flags(entry, args)
+    if entry.strategy not in STRATEGIES:
+        path, _, function = entry.strategy.rpartition(":")
+        own[own.index(entry.strategy)] = f"{function}@{file_hash(path)[:16]}"
+    return " ".join([*shared_flags(args), *own, "| probe", SCALES[args.scale].probe])
+
+
+def archived_entries(archive: Archive, costs: dict[str, Cost], args: Namespace) -> list[Entry]:
+    """What the archive has of all strategies, at the same lengths and with the same seeds."""
+    known = [name for name in STRATEGIES if name in costs or args.equal == ["epochs"]]
+    everything = plan_entries(Namespace(**{**vars(args), "strategies": known}), costs)
+    return [entry for entry in everything if any((entry.label, seed) in archive.probes for seed in args.seeds)]
 
 
 def plan_bench(entry: Entry, seed: int, args: Namespace) -> Run:
@@ -270,13 +196,23 @@ def epoch_flops(settings: Namespace) -> float:
 
 
 def known_costs(archive: Archive, args: Namespace) -> dict[str, Cost]:
+    """Measured once, so that all runs of equal compute rest on the same numbers; those of other settings are none."""
     file = costs_file(args)
-    own = {name: Cost(**values) for name, values in json.loads(file.read_text()).items()} if file.exists() else {}
-    return archive.costs | own
+    if not file.exists():
+        return archive.costs
+    try:
+        found = json.loads(file.read_text())
+        own = {name: Cost(**values) for name, values in found["costs"].items()}
+        return archive.costs | own if found["settings"] == cost_settings(args) else archive.costs
+    except (ValueError, LookupError, TypeError):
+        raise UserError(f"{file} is damaged; delete it, and costs are measured again") from None
+
+
+def cost_settings(args: Namespace) -> str:
+    return " ".join([*shared_flags(args), "--device", pick_device(args.device).type])
 
 
 def costs_file(args: Namespace) -> Path:
-    """Measured once, so that all runs of equal compute rest on the same numbers; delete it to measure again."""
     return data_folder(args) / "costs.json"
 
 
@@ -291,7 +227,8 @@ def measure_costs(archive: Archive, args: Namespace) -> dict[str, Cost]:
     measured = step_costs({name: bench_args(name, args) for name in names}, BASELINE, SCALES[args.scale].rounds)
     costs = measured | costs
     costs_file(args).parent.mkdir(parents=True, exist_ok=True)
-    write_text(costs_file(args), json.dumps({name: asdict(cost) for name, cost in costs.items()}, indent=1) + "\n")
+    kept = {"settings": cost_settings(args), "costs": {name: asdict(cost) for name, cost in costs.items()}}
+    write_text(costs_file(args), json.dumps(kept, indent=1) + "\n")
     return costs
 
 
@@ -305,7 +242,7 @@ def bench_args(name: str, args: Namespace) -> Namespace:
     size = settings.input_size if isinstance(settings.input_size, int) else settings.input_size[0]
     batch = SCALES[args.scale].batch_size or settings.batch_size
     return Namespace(
-        model=settings.model, input_size=size, batch_size=batch, device=args.device or "cpu", pretrain=flags
+        model=settings.model, input_size=size, batch_size=batch, device=str(pick_device(args.device)), pretrain=flags
     )
 
 
@@ -330,35 +267,36 @@ def collect_probes(runs: dict[Entry, list[Run]], archive: Archive, args: Namespa
 def report(
     runs: dict[Entry, list[Run]], costs: dict[str, Cost], archive: Archive, failed: dict[Run, str], args: Namespace
 ) -> None:
-    entries, probes = list(runs), collect_probes(runs, archive, args)
+    probes = collect_probes(runs, archive, args)
     archive.add_costs({name: cost for name, cost in costs.items() if name in STRATEGIES})
     missing = [
         each.title
         for entry, of_entry in runs.items()
         for each in of_entry
-        if each not in failed and each.seed not in probes.get(entry.label, {})
+        if each not in failed and each.seed not in probes.get(entry.label, {}) and entry.strategy in args.strategies
     ]
     notes = [f"failed: {each.title}: {problem}" for each, problem in failed.items()]
     notes += [f"not finished: {', '.join(missing)}"] if missing else []
     if not probes:
         logger.info("%s", "\n".join(["there is no result yet", *notes]))
         return
-    draws = {m: DRAWS if m == args.measure else DRAWS // 5 for m in measures_beside(args.measure)}
-    found = {m: standings(entries, probes, costs, m, args.part, draws[m]) for m in draws}
+    entries = list(runs)
+    found = {m: standings(entries, probes, costs, m, args.part) for m in measures_beside(args.measure)}
     rows = found[args.measure]
     tables = [leaderboard_table(rows), features_table(found), noise_table(entries, probes)]
     tables = [table for table in tables if table]
-    notes = [*explanations(args), *notes]
+    notes = [*EXPLANATIONS, *notes]
+    with_masks = any(finished(each) for of_entry in runs.values() for each in of_entry)
+    if args.html and not with_masks:
+        notes.append(f"--html: no report, because it shows masks, and no finished run is below {data_folder(args)}")
     logger.info("\n%s", "\n\n".join(map(as_text, tables)))
     settings = parse(shared_flags(args))
     head = f"Scale {args.scale}, data {data_name(args)}; {settings.model}, {settings.epochs} epochs."
     parts = ["# MaskBench", head, *map(as_markdown, tables), "\n".join(f"- {note}" for note in notes)]
     name = f"leaderboard-{args.measure}-{args.part}"
     files = write_leaderboard(data_folder(args), name, "\n\n".join(parts) + "\n", rows)
-    if args.html and any(finished(each) for of_entry in runs.values() for each in of_entry):
+    if args.html and with_masks:
         files.append(write_html(data_folder(args) / f"{name}.html", runs, tables, notes, args))
-    elif args.html:
-        notes.append(f"--html: no report, because it shows masks, and no finished run is below {data_folder(args)}")
     logger.info("\n%s", "\n".join([*notes, f"written to {', '.join(map(str, files))}"]))
 
 
@@ -377,47 +315,65 @@ def finished(each: Run) -> bool:
     return all(map(each.is_done, each.steps))
 
 
-def explanations(args: Namespace) -> list[str]:
-    return [
-        "gain: points over random masks of the same seeds and images; 95 %: interval of a bootstrap over seeds and "
-        f"images, from {FEWEST_SEEDS} seeds on; all together: the intervals hold simultaneously, and decide",
-        "p (Holm): of the same bootstrap, corrected for the number of strategies",
-        "step / random: median ratio of measured times; compute: that times the epochs, over the baseline's; GFLOP per "
-        "image, forward and backward; GB: peak memory of an iteration",
-        "seeds to tell 0.5 points: two-sided t-test, power 80 %, level 5 %; shared by strategies in the last column",
-    ]
+EXPLANATIONS = [
+    "gain: points over random masks of the same seeds and images; 95 %: interval over seeds and images, from "
+    f"{FEWEST_SEEDS} seeds on; all together: the intervals hold simultaneously, and decide",
+    "p (Holm): corrected, as are the intervals, for the number of strategies at the same epochs or the same compute",
+    "step / random: median ratio of measured times; compute: that times the epochs, over the baseline's; GFLOP per "
+    "image, forward and backward; GB: peak memory of an iteration",
+    f"seeds to detect {EFFECT} points: two-sided t-test, power 80 %, level 5 %, which the last column divides by the "
+    "number of strategies",
+]
+
+
+def settle_costs(archive: Archive, args: Namespace) -> dict[str, Cost]:
+    """Measured here, unless nothing is to be run, or runs are elsewhere and do not depend on them."""
+    by_time = "compute" in args.equal
+    idle = args.dry_run or args.table_only
+    if not idle and (by_time or args.cluster == "local"):
+        if args.cluster == "slurm" and args.ngpus and pick_device(args.device).type == "cpu":
+            raise UserError("--equal compute: step times are measured on this machine, which has no GPU as the jobs do")
+        return measure_costs(archive, args)
+    costs = known_costs(archive, args)
+    if by_time and (unknown := [name for name in args.strategies if name not in costs]):
+        raise UserError(f"--equal compute: the cost of {unknown[0]} is measured when it is run")
+    return costs
+
+
+def check_images(archive: Archive, example: Run, args: Namespace) -> None:
+    """Runs on other images than the archive's could not be compared: say so before they are made."""
+    if archive.probes and args.cluster == "local":
+        trained = example.pretrain.args()
+        main_pretrain.check_args(trained)
+        archive.check_images(images_of(example.steps[1].args(), vars(trained)), data_name(args))
 
 
 def main(args: Namespace) -> None:
     check_args(args)
-    idle = args.dry_run or args.table_only
     archive = read_archive(args.archive)
-    by_time = "compute" in args.equal
-    elsewhere = args.cluster == "slurm" and not by_time  # this machine is not the one that runs will use
-    costs = (known_costs if idle or elsewhere else measure_costs)(archive, args)
-    if by_time and (unknown := [name for name in args.strategies if name not in costs]):
-        raise UserError(f"--equal compute: the cost of {unknown[0]} is not measured yet; run without --dry_run")
-    entries = plan_entries(args, costs)
+    costs = settle_costs(archive, args)
+    asked = plan_entries(args, costs)
+    entries = list(dict.fromkeys([*asked, *archived_entries(archive, costs, args)]))
     runs = {entry: [plan_bench(entry, seed, args) for seed in args.seeds] for entry in entries}
     for entry in entries:
         for each in runs[entry]:
             archive.check(entry.label, each.seed, archived_flags(entry, args))
             each.check_settings()
-    in_order = [  # seed by seed: a first table is there early
-        runs[entry][at]
-        for at, seed in enumerate(args.seeds)
-        for entry in entries
-        if (entry.label, seed) not in archive.probes
-    ]
+    # Seed by seed: a first table is there early.
+    in_order = [(entry, runs[entry][at]) for at in range(len(args.seeds)) for entry in asked]
+    new = [(entry, each) for entry, each in in_order if (entry.label, each.seed) not in archive.probes]
     if args.dry_run:
-        logger.info("\n%s", "\n".join(typed_command(each, step, args) for each in in_order for step in each.steps))
-        planned = [entry for entry in entries for seed in args.seeds if (entry.label, seed) not in archive.probes]
-        hours, device = estimated_hours(planned, args), SCALES[args.scale].device
-        logger.info("\n%d pretrainings, about %.3g %s hours (computed)", len(in_order), hours, device)
+        logger.info("\n%s", "\n".join(typed_command(each, step, args) for _, each in new for step in each.steps))
+        left = [entry for entry, each in new if not finished(each)]
+        hours, device = estimated_hours(left, args), SCALES[args.scale].device
+        logger.info("\n%d pretrainings, about %.3g %s hours (computed)", len(left), hours, device)
         return
-    if args.download and in_order:
-        fetch(in_order[0])
-    failed = {} if args.table_only else work(in_order, args)
+    failed = {}
+    if new and not args.table_only:
+        if args.download:
+            fetch(new[0][1])
+        check_images(archive, new[0][1], args)
+        failed = work([each for _, each in new], args)
     report(runs, costs, archive, failed, args)
     if failed:
         sys.exit(1)

@@ -219,6 +219,11 @@ def find_unseen(args: Namespace) -> UnseenImages:
     return UnseenImages(train, [at for at, name in enumerate(image_names(train.source)) if name not in names], test)
 
 
+def images_of(args: Namespace, trained: dict) -> str:
+    """What `ProbedRun.images` of a run with these flags will be, if all images can be read."""
+    return hash_of_names(np.array(find_unseen(settle_probe_args(args, trained)).names()))
+
+
 # --- Probes ---
 
 

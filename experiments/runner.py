@@ -139,7 +139,9 @@ class LocalQueue:
 def submit_all(runs: list[Run], args: Namespace) -> dict[Run, str]:
     """Submit what is neither done nor in the queue: an array of pretrainings, and for each evaluation an array that
     waits for them. Returns the runs whose last job ended without a result."""
-    failed = {}
+    failed: dict[Run, str] = {}
+    if not runs:
+        return failed
     for run in runs:
         free = {step.title: job_of(run, step) for step in run.steps if is_free(run, step)}
         if lost := [f"job {job} ({title})" for title, job in free.items() if job]:

@@ -18,15 +18,18 @@ from experiments import costs, maskbench, probe
 from experiments.archive import read_archive
 from experiments.costs import Cost
 from experiments.leaderboard import Entry, noise_table, standings
-from experiments.maskbench import SCALES, STRATEGIES, plan_bench, plan_entries
+from experiments.maskbench import plan_bench, plan_entries
 from experiments.plan import Run
 from experiments.probe import ProbedRun, cross_fit, find_unseen
 from experiments.runner import command
+from experiments.strategies import SCALES, STRATEGIES
 from models_vit import load_encoder
 from util.cli import UserError
+from util.data.shapes import ShapesDataset
 from util.data.sources import build_source, image_names
 
 TINY = ("--scale", "tiny", "--data_set", "shapes")
+EVERY = ("--strategies", *STRATEGIES)
 COSTS = {name: Cost(1.0, 0.9, 1.1, 0.5, 0.1) for name in STRATEGIES}
 
 
@@ -59,7 +62,7 @@ def test_the_small_scale(data, shape):
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_strategies_are_settings_of_pretraining_with_folders_of_their_own(name):
-    runs = planned(*TINY)
+    runs = planned(*TINY, *EVERY)
     assert len({run.folder for run in runs.values()}) == len(STRATEGIES)
     main_pretrain.check_args(runs[name].pretrain.args())
     assert runs[name].pretrain.args().epochs == 2
@@ -115,7 +118,7 @@ def test_mistakes_of_maskbench_end_in_a_sentence(program, tmp_path):
         (("--strategies", "nonsense"), "--strategies nonsense is unknown"),
         (("--strategies", "none.py:stripes"), "there is no file none.py"),
         (("--scale", "full", "--data_set", "shapes"), "--scale full takes folder"),
-        (("--data_set", "shapes", "--equal", "compute", "--dry_run"), "the cost of random is not measured yet"),
+        (("--data_set", "shapes", "--equal", "compute", "--dry_run"), "the cost of random is measured when it is run"),
         (("--data_set", "shapes", "--archive", tmp_path / "none" / "file"), f"there is no folder {tmp_path}/none"),
         (("--strategies", "grid", mine), f"--strategies grid and {mine} would both be called grid"),
     ):
@@ -198,7 +201,7 @@ def test_a_benchmark_is_run_probed_and_shown(bench, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_archive_stands_in_for_runs_that_are_elsewhere(bench, program, tmp_path):
+def test_an_archive_stands_in_for_runs_that_are_elsewhere(bench, program, monkeypatch, tmp_path):
     archive, folder = tmp_path / "archive.jsonl", tmp_path / "out" / "tiny" / "shapes"
     flags = ("--seeds", 0, 1, 2, "--archive", archive)
     _, done = bench(*flags, "--strategies", "random")
@@ -217,12 +220,17 @@ def test_an_archive_stands_in_for_runs_that_are_elsewhere(bench, program, tmp_pa
     assert archive.read_text().splitlines()[: len(lines)] == lines
 
     shutil.rmtree(tmp_path / "out")
-    out, done = bench(*flags, "--strategies", "block", "--table_only", "--html")
+    out, done = bench(*flags, "--strategies", "random", "--table_only", "--html")
     assert (done, f"no finished run is below {folder}" in out) == ([], True)
+    assert re.search(r"block +undecided +2 +3 ", out)
     assert re.search(rf"random +baseline +2 +3 +{np.mean(accuracy):.2f}", out)
-    other = (*TINY, "--output_dir", tmp_path / "out", *flags, "--table_only", "--pretrain", "--mask_ratio", 0.5)
-    code, _, err = program(maskbench, *other)
+    other = (*TINY, "--output_dir", tmp_path / "out", *flags)
+    code, _, err = program(maskbench, *other, "--table_only", "--pretrain", "--mask_ratio", 0.5)
     assert (code, "random (seed 0) with other flags" in err) == (2, True)
+    monkeypatch.setattr(ShapesDataset, "name", lambda self, index: f"{self.split}/another/{index}")
+    code, _, err = program(maskbench, *other, "--strategies", "grid")
+    assert (code, "results on other images than those of shapes" in err) == (2, True)
+    assert not (folder / "grid").exists()
 
 
 def test_no_other_file_is_taken_for_an_archive(tmp_path):
@@ -236,8 +244,10 @@ def test_no_other_file_is_taken_for_an_archive(tmp_path):
 def test_published_results_are_those_of_todays_strategies():
     """Otherwise they would be refused, and could not be compared with."""
     file = Path(maskbench.__file__).parent / "results" / "maskbench-small-cifar10.jsonl"
-    archive, args = read_archive(str(file)), arguments("--data_path", "cifar10")
-    entries = {entry.label: entry for entry in plan_entries(args, COSTS)}
+    archive = read_archive(str(file))
+    lengths = ("--epochs_factor", 1, 4, "--equal", "epochs", "compute")
+    args = arguments("--data_path", "cifar10", *EVERY, *lengths)
+    entries = {entry.label: entry for entry in plan_entries(args, COSTS | archive.costs)}
     assert {("random", seed) for seed in range(5)} < archive.probes.keys()
     for label, seed in archive.probes:
         archive.check(label, seed, maskbench.archived_flags(entries[label], args))
@@ -245,6 +255,21 @@ def test_published_results_are_those_of_todays_strategies():
         if "label" in line:
             probe = archive.probes[line["label"], line["seed"]]
             assert 100 * probe.measures["final-both"].mean() == pytest.approx(line["acc1"]["both"], abs=1e-3)
+
+
+def test_an_archive_is_of_the_same_images_and_of_the_same_file(tmp_path):
+    archive, mine = read_archive(str(tmp_path / "archive.jsonl")), tmp_path / "mine.py"
+    archive.add("random", 0, "flags", made_up(0.5, 0), None)
+    with pytest.raises(UserError, match="results on other images than those of"):
+        archive.add("grid", 0, "flags", made_up(0.5, 0, images=100), None)
+    assert read_archive(str(tmp_path / "archive.jsonl")).probes.keys() == {("random", 0)}
+    found = []
+    for text in ("1 * ask.uniform()", "2 * ask.uniform()"):
+        mine.write_text(f"def stripes(ask):\n    return {text}\n")
+        args = arguments(*TINY, "--strategies", f"{mine}:stripes")
+        found.append(maskbench.archived_flags(plan_entries(args, COSTS)[1], args))
+    assert found[0] != found[1]
+    assert all("--masking stripes@" in flags and str(tmp_path) not in flags for flags in found)
 
 
 def test_costs_are_measured_once_beside_random_masks(monkeypatch, tmp_path):
@@ -262,6 +287,11 @@ def test_costs_are_measured_once_beside_random_masks(monkeypatch, tmp_path):
     assert found["random"].gflop < found["ratio"].gflop < found["attention"].gflop
     monkeypatch.setattr(costs, "Contender", None)
     assert maskbench.measure_costs(archive, args) == maskbench.known_costs(archive, args) == found
+    other = arguments(*TINY, "--output_dir", tmp_path, "--pretrain", "--input_size", 32)
+    assert maskbench.known_costs(archive, other) == {}
+    maskbench.costs_file(args).write_text("{")
+    with pytest.raises(UserError, match="is damaged"):
+        maskbench.known_costs(archive, args)
 
 
 # --- Probes ---
@@ -346,7 +376,7 @@ def test_standings_compare_to_the_baseline_of_the_same_length_over_common_seeds(
     chances = {"random": 0.4, "grid": 0.6, "random-64epochs": 0.7, "grid-64epochs": 0.5}
     probes = {name: {s: made_up(p, 10 * at + s) for s in range(4)} for at, (name, p) in enumerate(chances.items())}
     probes["grid"][9] = made_up(0.6, 99)  # of a seed that the baseline lacks
-    rows = {row.entry.label: row for row in standings(entries, probes, COSTS, "final-mean", draws=300)}
+    rows = {row.entry.label: row for row in standings(entries, probes, COSTS, "final-mean")}
     assert list(rows) == ["random-64epochs", "grid", "grid-64epochs", "random"]
     assert (rows["grid"].gain.verdict, rows["grid-64epochs"].gain.verdict) == ("better", "worse")
     assert (rows["random"].gain, rows["random"].verdict) == (None, "baseline")
@@ -356,7 +386,14 @@ def test_standings_compare_to_the_baseline_of_the_same_length_over_common_seeds(
     own, base = ([100 * probes[name][s].hits[0, 0].mean() for s in range(4)] for name in ("grid", "random"))
     assert rows["grid"].gain.mean == pytest.approx(np.mean(own) - np.mean(base))
 
+    # A family of its own for each length: the longer runs are not corrected for the number of the shorter ones.
+    more = [*entries, Entry("noise", "noise", 16, "random")]
+    wider = {r.entry.label: r for r in standings(more, {**probes, "noise": probes["grid"]}, COSTS, "final-mean")}
+    assert wider["grid-64epochs"].gain == rows["grid-64epochs"].gain
+    assert wider["grid"].gain.simultaneous[1] > rows["grid"].gain.simultaneous[1]
+
     noise = noise_table(entries, probes)
+    assert noise is not None
     assert noise.title == "Noise, from 4 seeds of 2 strategies"
     deviation = np.std(np.array(own) - np.array(base), ddof=1)
     assert noise.rows[0][1][1].number == f"{deviation:.2f}"
