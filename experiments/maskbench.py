@@ -328,16 +328,16 @@ EXPLANATIONS = [
 
 def settle_costs(archive: Archive, args: Namespace) -> dict[str, Cost]:
     """Measured here, unless nothing is to be run, or runs are elsewhere and do not depend on them."""
-    by_time = "compute" in args.equal
+    costs, by_time = known_costs(archive, args), "compute" in args.equal
+    unknown = [name for name in args.strategies if name not in costs]
     idle = args.dry_run or args.table_only
-    if not idle and (by_time or args.cluster == "local"):
-        if args.cluster == "slurm" and args.ngpus and pick_device(args.device).type == "cpu":
-            raise UserError("--equal compute: step times are measured on this machine, which has no GPU as the jobs do")
-        return measure_costs(archive, args)
-    costs = known_costs(archive, args)
-    if by_time and (unknown := [name for name in args.strategies if name not in costs]):
+    if not unknown or (not by_time and (idle or args.cluster == "slurm")):
+        return costs
+    if idle:
         raise UserError(f"--equal compute: the cost of {unknown[0]} is measured when it is run")
-    return costs
+    if args.cluster == "slurm" and args.ngpus and pick_device(args.device).type == "cpu":
+        raise UserError("--equal compute: step times are measured on this machine, which has no GPU as the jobs do")
+    return measure_costs(archive, args)
 
 
 def check_images(archive: Archive, example: Run, args: Namespace) -> None:
