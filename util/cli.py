@@ -239,6 +239,9 @@ class LineHandler(logging.StreamHandler):
             text = CONTROLS.sub(" ", self.format(record)).encode(encoding, "backslashreplace").decode(encoding)
             tqdm.write(text, file=self.stream)
             self.flush()
+        except BrokenPipeError:  # the reader is gone, as after `| head`: carry on without one
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), self.stream.fileno())
         except Exception:  # as logging's own handlers do: a closed terminal must not end a run
             self.handleError(record)
 

@@ -37,6 +37,14 @@ def test_help_and_mistakes_are_answered_without_importing_torch(program):
     assert re.fullmatch(rf"{program}: .*\(see --help\)\n", wrong.stderr), wrong.stderr
 
 
+LINES = "from util.cli import logger, setup_logging; setup_logging(); [logger.info('%d', n) for n in range(20_000)]"
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    done = run_to_end(["bash", "-o", "pipefail", "-c", '"$0" -c "$1" | head -n 1', sys.executable, LINES], cwd=ROOT)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
+
+
 def test_a_bar_of_100_columns_shows_rate_loss_and_time_left(monkeypatch):
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
