@@ -158,10 +158,10 @@ def measure_file(name: str, path: Path, judge: Snapshot | None, args: Namespace)
         raise UserError(f"{path}: `mask` needs a row of zeros (keep) and ones (remove) for each of {len(names)} images")
     if judge is None:
         raise UserError(f"{path}: masks without a run need --judge RUN, which also sets the image size")
-    roots = [Path(), path.parent, Path(args.data_path)]
+    roots = [Path(), path.parent, *([Path(args.data_path)] if args.data_path else [])]
     files = [next((root / each for root in roots if os.path.isfile(root / each)), None) for each in names]
     if None in files:
-        raise UserError(f"{path} names {names[files.index(None)]}, which is neither beside it nor in --data_path")
+        raise UserError(f"{path} names {names[files.index(None)]}, which is neither next to it nor in --data_path")
     images = read_images(ImageList(Names.pack(map(str, files))), len(files), args.seed)
     if len(images) != len(files):
         raise UserError(f"{path}: some of its images cannot be read")

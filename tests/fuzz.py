@@ -37,7 +37,8 @@ CODES = {0, UserError.exit_code, 3}
 # Seconds until a stop signal, and from there to the end. Most cases take a tenth of one; machines may be busy.
 PATIENCE, PATIENCE_WITH_LONG_RUNS, GRACE = 30, 1, 30
 MEMORY = 2 << 30  # bytes beside those of this process
-DATA = "--data_set shapes --shapes_images 48 --num_workers 0 --device cpu"
+SHAPES = "--data_set shapes --shapes_images 48 --device cpu"
+DATA = f"{SHAPES} --num_workers 0"
 ENCODER = f"--model vit_micro_patch4 --input_size 16 {DATA}"
 PRETRAIN = f"--model mae_vit_micro_patch4 --input_size 16 --cmm_depth 1 {DATA} --batch_size 16 --epochs 1 --vis_every 0"
 # Flags with which a program ends well, and soon. Not here are tools.flags, which takes none, and
@@ -49,8 +50,8 @@ PROGRAMS = {
     "main_knn": f"{ENCODER} --k 1",
     "main_fewshot": f"{ENCODER} --shots 1 --runs 1",
     "main_compare": "../inputs/eval ../inputs/eval --names a b",
-    "main_masks": f"../inputs/run {DATA} --num_images 4 --moments 1",
-    "main_visualize": f"../inputs/run {DATA} --num_images 2 --blocks 1",
+    "main_masks": f"../inputs/run {SHAPES} --num_images 4 --moments 1",
+    "main_visualize": f"../inputs/run {SHAPES} --num_images 2 --blocks 1",
     "tools.export": "../inputs/run --format timm --encoder_only --output out.pth",
     "tools.diff_upstream": "../inputs/data",
     "experiments.run": "losses --data_set shapes --dry_run",

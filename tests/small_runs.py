@@ -5,7 +5,8 @@ from pathlib import Path
 
 import torch
 
-DATA = ("--data_set", "shapes", "--shapes_images", "48", "--num_workers", "0", "--device", "cpu")
+SHAPES = ("--data_set", "shapes", "--shapes_images", "48")
+DATA = (*SHAPES, "--num_workers", "0", "--device", "cpu")
 SMALL = (
     *("--model", "mae_vit_micro_patch4", "--input_size", "16", "--cmm_depth", "1", *DATA),
     *("--batch_size", "16", "--epochs", "2", "--warmup_epochs", "1"),

@@ -15,20 +15,22 @@ CHANNELS = (1, 3, 4)  # grey, RGB, RGBA
 TRACKERS = ("tensorboard", "wandb", "trackio")
 
 
-def add_data_arguments(parser: ArgumentParser) -> None:
-    data = parser.add_argument_group("data")
+def add_data_arguments(parser: ArgumentParser, of_run: bool = False) -> None:
+    """`of_run`: images to look at, by default a run's, which no data loader reads."""
+    data = parser.add_argument_group("data set" if of_run else "data")
     data.add_argument("--data_set", default="folder", choices=DATA_SETS, help="shapes is built in and needs no files")
     data.add_argument(
         "--data_path",
-        default=DEFAULT_DATA_PATH,
+        default=None if of_run else DEFAULT_DATA_PATH,
         help="folder with train/CLASS/*.jpg, or with images directly; or tables: hf:NAME or hf:NAME:CONFIG on the "
-        "Hugging Face Hub, a folder of Parquet files or from save_to_disk, or WebDataset shards such as 'shards/*.tar'",
+        "Hugging Face Hub, a folder of Parquet files or from save_to_disk, or WebDataset shards such as 'shards/*.tar'"
+        + ("; default: the run's data" if of_run else ""),
     )
     data.add_argument("--image_column", help="image column of tables; default: the only one with images")
     data.add_argument("--label_column", help="label column of tables; default: the only one with classes")
     data.add_argument(
         "--cache_dir",
-        help="folder for tables converted to Arrow (default: beside their files; hf: the library's cache) and for "
+        help="folder for tables converted to Arrow (default: next to their files; hf: the library's cache) and for "
         "extracted features (default: features in --output_dir)",
     )
     data.add_argument("--download", action="store_true", help="let torchvision download the data set to --data_path")
@@ -51,6 +53,9 @@ def add_data_arguments(parser: ArgumentParser) -> None:
     )
     data.add_argument("--split_seed", default=0, type=seed_number, help="seed for that split and for --max_images")
     data.add_argument("--max_images", type=count, help="use at most this many randomly chosen images of each split")
+    data.add_argument("--shapes_images", default=10_000, type=count, help="training images of --data_set shapes")
+    if of_run:
+        return
     data.add_argument(
         "--max_bad_images", default=100, type=count_or_zero, help="unreadable images tolerated before the run fails"
     )
@@ -59,7 +64,6 @@ def add_data_arguments(parser: ArgumentParser) -> None:
         action="store_true",
         help="decode and resize training images exactly as upstream; slower, with the same crops",
     )
-    data.add_argument("--shapes_images", default=10_000, type=count, help="training images of --data_set shapes")
     data.add_argument(
         "--num_workers",
         default=10,
@@ -199,7 +203,7 @@ def add_image_arguments(parser: ArgumentParser, number: str) -> None:
     images = parser.add_argument_group("images (or a data set, below)")
     images.add_argument("--images", nargs="+", default=[], help="image files, or folders of images")
     images.add_argument("--num_images", type=count, help=f"number of images; default: {number}")
-    add_data_arguments(parser)
+    add_data_arguments(parser, of_run=True)
 
 
 def name_of_data(args: Namespace) -> str:
@@ -218,10 +222,10 @@ def refuse_unused_data_flags(args: Namespace) -> None:
         (True, f"with --data_set {args.data_set}", unused),
         (not args.num_classes, "without --num_classes", ("class_seed",)),
         (not (args.split or args.max_images), "without --split or --max_images", ("split_seed",)),
-        (args.class_list, "beside --class_list", ("num_classes",)),
+        (args.class_list, "with --class_list", ("num_classes",)),
     ]
     for holds, when, names in conditions:
-        given = [name for name in names if getattr(args, name) not in (parser.get_default(name), 0)]
+        given = [name for name in names if getattr(args, name) not in (parser.get_default(name), None, 0)]
         if holds and given:
             raise UserError(f"--{given[0]} has no effect {when}; leave it out")
 

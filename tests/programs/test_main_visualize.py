@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from small_runs import DATA, SMALL, checkpoint
+from small_runs import SHAPES, SMALL, checkpoint
 
 import main_pretrain
 import main_visualize
@@ -54,7 +54,7 @@ def draw(program, tmp_path):
 @pytest.mark.slow
 def test_everything_at_once(draw, runs):
     what = ("--grid", "masks", "diversity", "positions", "--curve", "--animate", "--format", "png", "pdf")
-    code, out, err, folder = draw(runs / "curriculum", *DATA, *what)
+    code, out, err, folder = draw(runs / "curriculum", *SHAPES, *what)
     assert (code, err) == (0, "")
     expected = {
         "masks.png",
@@ -77,11 +77,11 @@ def test_everything_at_once(draw, runs):
 
 
 def test_masks_are_drawn_by_default_and_repeat(draw, runs):
-    _, _, _, folder = draw(runs / "curriculum", *DATA, "--num_images", 2)
+    _, _, _, folder = draw(runs / "curriculum", *SHAPES, "--num_images", 2)
     first = (folder / "masks.png").read_bytes()
-    draw(runs / "curriculum", *DATA, "--num_images", 2)
+    draw(runs / "curriculum", *SHAPES, "--num_images", 2)
     assert (folder / "masks.png").read_bytes() == first
-    draw(runs / "curriculum", *DATA, "--num_images", 2, "--seed", 1)
+    draw(runs / "curriculum", *SHAPES, "--num_images", 2, "--seed", 1)
     assert (folder / "masks.png").read_bytes() != first
 
 
@@ -190,13 +190,13 @@ def test_checkpoints_are_evenly_spread():
 def test_several_runs_and_names(draw, runs, monkeypatch):
     seen = []
     monkeypatch.setitem(main_visualize.GRIDS, "masks", (8, lambda blocks: seen.extend(blocks) or masks_figure(blocks)))
-    code, _, _, _ = draw(runs / "random", runs / "curriculum", *DATA, "--blocks", 2, "--num_images", 3)
+    code, _, _, _ = draw(runs / "random", runs / "curriculum", *SHAPES, "--blocks", 2, "--num_images", 3)
     assert code == 0
     assert [block.title.split(",")[0] for block in seen] == ["random", "random", "curriculum", "curriculum"]
     assert np.array_equal(seen[0].images, seen[3].images)
     seen.clear()
     files = [runs / "curriculum" / f"checkpoint-{n}.pth" for n in (0, 2)]
-    draw(*files, *DATA, "--names", "early", "late")
+    draw(*files, *SHAPES, "--names", "early", "late")
     assert [block.title.split(",")[0] for block in seen] == ["early", "late"]
 
 
@@ -235,10 +235,10 @@ def test_official_weights_without_flags(draw, tmp_path):
     """As upstream publishes them for its demo: the model alone, or the encoder alone."""
     model = mae_vit_micro_patch4()
     torch.save({"model": model.state_dict()}, tmp_path / "full.pth")
-    assert draw(tmp_path / "full.pth", *DATA, "--norm_pix_loss")[0] == 0
+    assert draw(tmp_path / "full.pth", *SHAPES, "--norm_pix_loss")[0] == 0
     encoder = {key: value for key, value in model.state_dict().items() if not key.startswith(("decoder", "mask_"))}
     torch.save({"model": encoder}, tmp_path / "encoder.pth")
-    code, _, err, _ = draw(tmp_path / "encoder.pth", *DATA)
+    code, _, err, _ = draw(tmp_path / "encoder.pth", *SHAPES)
     assert code == 2
     assert "encoder.pth has no decoder" in err
 
@@ -290,7 +290,7 @@ def test_odd_lines_of_a_log_are_skipped(tmp_path, clmae_log):
 
 
 def test_one_checkpoint_does_not_move(draw, runs):
-    code, _, err, _ = draw(runs / "curriculum" / "checkpoint-0.pth", *DATA, "--animate")
+    code, _, err, _ = draw(runs / "curriculum" / "checkpoint-0.pth", *SHAPES, "--animate")
     assert code == 2
     assert "--save_every 1" in err
 
@@ -301,14 +301,15 @@ BAD = {
     "no images named": (["WEIGHTS"], "which images?"),
     "missing image": (["RUN", "--images", "nothing.jpg"], "--images nothing.jpg: no such file or folder"),
     "empty folder": (["RUN", "--images", "EMPTY"], "no image files in this folder"),
-    "no number": (["RUN", *DATA, "--num_images", "0"], "argument --num_images: 0 must be at least 1"),
-    "no blocks": (["RUN", *DATA, "--blocks", "0"], "argument --blocks: 0 must be at least 1"),
-    "names": (["RUN", *DATA, "--names", "a", "b"], "--names has 2 names for 1 runs"),
+    "no number": (["RUN", *SHAPES, "--num_images", "0"], "argument --num_images: 0 must be at least 1"),
+    "no blocks": (["RUN", *SHAPES, "--blocks", "0"], "argument --blocks: 0 must be at least 1"),
+    "names": (["RUN", *SHAPES, "--names", "a", "b"], "--names has 2 names for 1 runs"),
     "no data": (["RUN", "--data_path", "nowhere"], "--data_path nowhere is not a folder"),
-    "device": (["RUN", *DATA, "--device", "abacus"], "--device 'abacus'"),
-    "no folder": (["RUN", *DATA, "--output_dir="], "--output_dir is empty"),
-    "split": (["RUN", *DATA, "--split", "2"], "argument --split: 2 must be above 0 and below 1"),
-    "format": (["RUN", *DATA, "--format", "bmp"], "--format: invalid choice: 'bmp'"),
+    "device": (["RUN", *SHAPES, "--device", "abacus"], "--device 'abacus'"),
+    "no folder": (["RUN", *SHAPES, "--output_dir="], "--output_dir is empty"),
+    "split": (["RUN", *SHAPES, "--split", "2"], "argument --split: 2 must be above 0 and below 1"),
+    "no loader": (["RUN", *SHAPES, "--num_workers", "0"], "unrecognized arguments: --num_workers 0"),
+    "format": (["RUN", *SHAPES, "--format", "bmp"], "--format: invalid choice: 'bmp'"),
 }
 
 
@@ -326,7 +327,7 @@ def test_bad_input_ends_with_one_clear_sentence(draw, runs, tmp_path, case):
 
 def test_unwritable_output(program, runs, tmp_path):
     (tmp_path / "file").write_text("")
-    code, _, err = program(main_visualize, runs / "random", *DATA, "--output_dir", tmp_path / "file" / "below")
+    code, _, err = program(main_visualize, runs / "random", *SHAPES, "--output_dir", tmp_path / "file" / "below")
     assert code == 2
     assert "--output_dir" in err
 

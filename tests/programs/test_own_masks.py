@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from small_runs import DATA, SMALL, checkpoint, log_lines
+from small_runs import SHAPES, SMALL, checkpoint, log_lines
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import main_visualize
@@ -53,7 +53,7 @@ def test_a_strategy_of_ones_own_works_everywhere(run, program, tmp_path):
     assert all(torch.equal(each, white) or torch.equal(each, 1 - white) for each in mask)
     assert 0 < mask[:, 0, 0].sum() < 12
 
-    code, _, err = program(main_visualize, run, *DATA, "--output_dir", tmp_path / "pictures")
+    code, _, err = program(main_visualize, run, *SHAPES, "--output_dir", tmp_path / "pictures")
     assert (code, err) == (0, "")
     assert (tmp_path / "pictures" / "masks.png").exists()
     code, _, err = program(export, run, "--format", "safetensors", "--output", tmp_path / "mine.safetensors")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from browser import browser_fixture  # noqa: F401
 from PIL import Image
-from small_runs import DATA, SMALL, checkpoint, log_lines
+from small_runs import DATA, SHAPES, SMALL, checkpoint, log_lines
 
 import main_knn
 import main_pretrain
@@ -71,7 +71,7 @@ def test_every_run_and_checkpoint_is_in_it_as_computed(report, runs):
     data = data_of(report)
     assert [run["name"] for run in data["runs"]] == list(NAMES.values())
     assert [run["label"] for run in data["runs"]] == [None, "predicted error", "Z"]
-    args = parse(main_visualize, runs, *DATA)
+    args = parse(main_visualize, runs, *SHAPES)
     for masking, run in zip(NAMES, data["runs"], strict=True):
         assert [moment["epoch"] for moment in run["moments"]] == [1, 2, 3]
         assert run["log"] == rounded(log_lines(runs / masking))
@@ -151,7 +151,7 @@ def test_bad_flags_end_with_one_clear_sentence(program, runs, tmp_path, case):
     (tmp_path / "file").touch()
     flags = [str(flag).replace("FILE", str(tmp_path / "file")) for flag in flags]
     paths = (runs / "random", runs / "predictive")
-    code, _, err = program(main_visualize, *paths, *DATA, "--num_images", 1, "--blocks", 1, *flags)
+    code, _, err = program(main_visualize, *paths, *SHAPES, "--num_images", 1, "--blocks", 1, *flags)
     assert code == 2
     assert expected in err
     assert "Traceback" not in err

@@ -455,7 +455,7 @@ def test_the_identity_of_data_in_existing_checkpoints():
         ("--data_path data --download", "--download has no effect with --data_set folder"),
         ("--data_path data --class_seed 1", "--class_seed has no effect without --num_classes"),
         ("--data_path data --split_seed 1", "--split_seed has no effect without --split or --max_images"),
-        ("--data_path data --num_classes 3 --class_list names.txt", "--num_classes has no effect beside --class_list"),
+        ("--data_path data --num_classes 3 --class_list names.txt", "--num_classes has no effect with --class_list"),
     ],
 )  # fmt: skip
 def test_a_flag_without_effect_is_refused(flags, unused):

@@ -152,12 +152,12 @@ def open_source(args: Namespace, snapshot: Snapshot) -> Source:
     if args.images:
         return ImageList(Names.pack(path for given in args.images for path in image_files(Path(given))))
     refuse_unused_data_flags(args)
-    if args.data_set == "folder" and args.data_path == DEFAULT_DATA_PATH:  # none given: use the run's
+    if args.data_set == "folder" and args.data_path is None:  # none given: use the run's
         vars(args).update({name: snapshot.settings[name] for name in data_flags() if name in snapshot.settings})
     args.input_size, args.in_chans = list(snapshot.model.img_size), snapshot.model.in_chans
     if args.data_set == "folder":
-        path = Path(args.data_path or DEFAULT_DATA_PATH)
-        if path == Path(DEFAULT_DATA_PATH) and not path.is_dir():
+        args.data_path = args.data_path or DEFAULT_DATA_PATH
+        if args.data_path == DEFAULT_DATA_PATH and not Path(DEFAULT_DATA_PATH).is_dir():
             raise UserError("which images? Give --images FILE ..., --data_path FOLDER or --data_set shapes")
     listing = list_images(args)
     seen = listing is not None and args.split is None and listing.place("val") is None
@@ -166,7 +166,7 @@ def open_source(args: Namespace, snapshot: Snapshot) -> Source:
 
 def data_flags() -> list[str]:
     """The names of all flags that define a data set."""
-    add_data_arguments(parser := ArgumentParser())
+    add_data_arguments(parser := ArgumentParser(), of_run=True)
     return list(vars(parser.parse_args([])))
 
 
