@@ -4,7 +4,7 @@
         --shots 1 2 4 8 16 --runs 3 --output_dir eval/clmae
 
 A random-weight baseline, on a machine with no GPU and no images:
-    python main_fewshot.py --model vit_micro_patch4 --data_set shapes --num_workers 2 --output_dir eval/floor
+    python main_fewshot.py --model vit_micro_patch4 --data_set shapes --num_workers 2 --output_dir eval/random
 """
 
 from argparse import Namespace

@@ -6,7 +6,7 @@ Split over several processes:
     torchrun --nproc_per_node=8 main_knn.py --finetune runs/clmae/checkpoint-399.pth --data_path /data/imagenet
 
 A random-weight baseline, on a machine with no GPU and no images:
-    python main_knn.py --model vit_micro_patch4 --data_set shapes --num_workers 2 --output_dir eval/floor
+    python main_knn.py --model vit_micro_patch4 --data_set shapes --num_workers 2 --output_dir eval/random
 """
 
 from argparse import Namespace

@@ -98,19 +98,25 @@ def get_args_parser() -> ArgumentParser:
         help="noise colour of --masking noise (default: curriculum) and predictive (default: white)",
     )
     masks.add_argument("--lambda_cl_start", default=1.0, type=weight, help="curriculum weight at the start, in [-1, 1]")
-    masks.add_argument("--lambda_cl_end", type=weight, help="curriculum weight at the end; defaults: docs/masking.md")
+    masks.add_argument(
+        "--lambda_cl_end",
+        type=weight,
+        help="curriculum weight at the end; default: -0.1; -0.25 with --soft attention; -1 for other strategies",
+    )
     masks.add_argument("--no_curriculum", action="store_true", help="hold the curriculum weight at 0 (ablation)")
 
     learned = parser.add_argument_group("learned masks (--masking curriculum or predictive)")
     learned.add_argument(
         "--soft",
         choices=["attention", "tokens"],
-        help="what Z multiplies when the module learns: the input tokens (the paper) or the attention to them",
+        help="what Z multiplies when the module learns: the input tokens (the paper) or the attention to them; "
+        "default: tokens",
     )
     learned.add_argument(
         "--select",
         choices=["threshold", "topk"],
-        help="what stays visible: Z >= 0.5 (the paper) or the (1 - mask_ratio) largest (the authors' code)",
+        help="what stays visible: Z >= 0.5 (the paper) or the (1 - mask_ratio) largest (the authors' code); "
+        "default: threshold",
     )
     learned.add_argument(
         "--lambda_gauss", type=non_negative, help="weight for decisive Z; default: 10, or 20 with --soft attention"

@@ -58,7 +58,7 @@ def get_args_parser() -> ArgumentParser:
         "--results",
         metavar="DIR",
         nargs="+",
-        help="for --html: the runs' evaluation folders, in the same order; default: eval/RUN beside the runs, or above",
+        help="for --html: the runs' evaluation folders, in their order; default: eval/RUN next to the runs, or above",
     )
     out.add_argument("--format", nargs="+", default=["png"], choices=["png", "pdf"], help="pdf is for papers")
     out.add_argument("--device", default="cpu", help="cpu is fast enough for a few images")

@@ -12,9 +12,15 @@ from util.training.launcher import launch
 
 TASKS = ("knn", "linprobe", "fewshot", "finetune")
 
-if __name__ == "__main__":
+
+def get_task_parser() -> ArgumentParser:
     which = ArgumentParser("submitit_eval.py", description=str(__doc__).split("\n")[0], add_help=False)
     which.add_argument("--task", choices=TASKS, help="the evaluation to run; add --help to list its flags")
+    return which
+
+
+if __name__ == "__main__":
+    which = get_task_parser()
     chosen, argv = which.parse_known_args()
     if chosen.task is None:
         which.print_help()

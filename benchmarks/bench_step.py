@@ -1,4 +1,4 @@
-"""What an iteration costs beside one of MAE: time, FLOPs and peak memory.
+"""What an iteration costs relative to MAE: time, FLOPs and peak memory.
 
     python -m benchmarks.bench_step                                       # mae_vit_micro_patch4 at 32 px, a minute
     python -m benchmarks.bench_step --model mae_vit_base --batch_size 8   # ViT-B's width; minutes on 2 cores

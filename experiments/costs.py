@@ -1,4 +1,4 @@
-"""What an iteration costs with a masking strategy, beside one with random masks."""
+"""What an iteration costs with a masking strategy, relative to one with random masks."""
 
 import statistics
 from argparse import Namespace
@@ -11,7 +11,7 @@ from benchmarks.timing import alternate
 
 @dataclass(frozen=True)
 class Cost:
-    """Of an iteration, beside one of random masks. Times alternate in one process: the median ratio, and its range."""
+    """Of an iteration, relative to random masks. Times alternate in one process: the median ratio, and its range."""
 
     time: float
     fastest: float

@@ -1,11 +1,11 @@
-"""A quiet measure of a pretraining: linear probes, cross-fitted over all labelled images that it never saw.
+"""A low-noise measure of a pretrained encoder: linear probes, cross-fitted over all labelled images that it never saw.
 
     python -m experiments.probe output_dir/run
 
 Images: the training images outside the run's --max_images ("held-out") and all test images. Held-out images are
 cross-fitted among themselves: each fold is classified by a probe fitted on the others. Test images are classified by a
 probe fitted on all held-out images. So settings can be chosen on held-out images alone, and both together give the
-quietest number. A run that used all training images leaves none: its test images are then cross-fitted.
+least noisy number. A run that used all training images leaves none: its test images are then cross-fitted.
 
 Encoders: each of the run's last checkpoints, and the average of their weights. Features: the mean token, the [CLS]
 token, and both concatenated. RUN/probe then has a line in results.jsonl, and an .npz file that also holds
@@ -54,7 +54,7 @@ def get_args_parser() -> ArgumentParser:
     parser.add_argument("run", metavar="RUN", help="folder of a finished pretraining")
     parser.add_argument("--last", default=4, type=count, help="checkpoints to probe and to average, from the end")
     parser.add_argument("--folds", default=5, type=number(int, at_least=2), help="of the held-out images")
-    parser.add_argument("--l2", default=1.0, type=positive, help="weight of |W|^2 / 2 beside the sum of the losses")
+    parser.add_argument("--l2", default=1.0, type=positive, help="weight of |W|^2 / 2, added to the sum of the losses")
     parser.add_argument("--data_path", default=None, help="default: where the run found its images")
     parser.add_argument("--output_dir", default=None, help="default: RUN/probe")
     parser.add_argument("--batch_size", default=256, type=count, help="images encoded at once, per process")

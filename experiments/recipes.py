@@ -196,7 +196,7 @@ RECIPES = {
     ),
     "released": Recipe(
         "The setting of the authors' released code",
-        "A control, not in the paper, beside MAE and CL-MAE of the same length: 200 epochs at either scale.",
+        "A control, not in the paper, compared with MAE and CL-MAE of the same length: 200 epochs at either scale.",
         (
             replace(MAE, flags=(*MAE.flags, "--epochs", "200"), paper={}, hours=3),
             replace(CLMAE, flags=(*CLMAE.flags, "--epochs", "200"), paper={}, hours=10),
@@ -241,8 +241,8 @@ RECIPES = {
     ),
     "attention": Recipe(
         "Step 2, made consistent",
-        "Not in the paper: --soft attention beside the paper's step 2, and without each of the settings that come with "
-        "it. `python main_masks.py RUN ... --judge MAE_RUN` measures their masks.",
+        "Not in the paper: --soft attention compared with the paper's step 2, and without each of the settings that "
+        "come with it. `python main_masks.py RUN ... --judge MAE_RUN` measures their masks.",
         (
             MAE,
             clmae("CL-MAE"),

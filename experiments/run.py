@@ -1,4 +1,4 @@
-"""Repeat a table or figure of the paper: pretrain, evaluate, and show the results beside the paper's.
+"""Repeat a table or figure of the paper: pretrain, evaluate, and show the results alongside the paper's.
 
     python -m experiments.run --list
     python -m experiments.run losses --scale full --cluster slurm --data_path /data/imagenet --partition NAME
@@ -37,7 +37,7 @@ from util.training.launcher import add_resource_arguments
 def get_args_parser() -> ArgumentParser:
     parser = ArgumentParser("python -m experiments.run", description="Repeat a table or figure of the paper")
     parser.add_argument("recipes", metavar="RECIPE", nargs="*", help="names of recipes, in this order")
-    parser.add_argument("--list", action="store_true", help="tell what each recipe runs, costs, and should reach")
+    parser.add_argument("--list", action="store_true", help="list recipes with cost and expected results")
     what = add_run_arguments(parser, list(SCALES), "./output_dir/experiments")
     what.add_argument("--downstream_path", default=None, help="folder with the downstream sets (docs/datasets.md)")
     what.add_argument("--features", default="cls_token", choices=["cls_token", "global_pool"], help="to evaluate")
@@ -51,12 +51,10 @@ def add_run_arguments(parser: ArgumentParser, scales: list[str], output_dir: str
 
     what = parser.add_argument_group("what to run")
     what.add_argument("--scale", default="small", choices=scales, help="a laptop's, or a cluster's (full)")
-    what.add_argument(
-        "--seeds", default=[0], type=seed_number, nargs="+", help="a pretraining for each; gives deviations"
-    )
+    what.add_argument("--seeds", default=[0], type=seed_number, nargs="+", help="one pretraining per seed")
     what.add_argument("--data_set", default="folder", choices=DATA_SETS, help="to pretrain on; shapes is built in")
-    what.add_argument("--data_path", default=None, help="where it lies")
-    what.add_argument("--download", action="store_true", help="let torchvision fetch it to there first")
+    what.add_argument("--data_path", default=None, help="folder of the data set")
+    what.add_argument("--download", action="store_true", help="download it to --data_path first")
     what.add_argument("--output_dir", default=output_dir, help="runs, tables and figures")
     what.add_argument("--pretrain", default=[], nargs=REMAINDER, metavar="FLAG", help="comes last: pretraining flags")
 

@@ -1,4 +1,4 @@
-"""The tables of a recipe: means and deviations over seeds, beside the paper's numbers; and the health of the masks."""
+"""The tables of a recipe: means and deviations over seeds, next to the paper's numbers; and mask health."""
 
 import statistics
 

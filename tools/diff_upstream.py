@@ -1,4 +1,4 @@
-"""Compare this project with a checkout of facebookresearch/mae, and tell whether what upstream promises is kept.
+"""Compare this project with a checkout of facebookresearch/mae, and check that upstream's interface is preserved.
 
     git clone https://github.com/facebookresearch/mae ../mae
     python -m tools.diff_upstream ../mae [--markdown upstream.md] [--python ../old/bin/python]
@@ -201,7 +201,7 @@ def get_args_parser() -> ArgumentParser:
     parser = ArgumentParser("python -m tools.diff_upstream", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("upstream", metavar="PATH_TO_MAE_CHECKOUT", help="a checkout of facebookresearch/mae")
     parser.add_argument("--markdown", default=None, metavar="FILE", help="write the report as Markdown, too")
-    text = "runs upstream's models, such as beside old timm; default: the one that runs this"
+    text = "runs upstream's models, for example with an older timm; default: the one that runs this"
     parser.add_argument("--python", default=None, metavar="INTERPRETER", help=text)
     parser.add_argument("--timeout", default=600, type=positive, help="seconds that the models of each tree may take")
     return parser

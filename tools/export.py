@@ -1,4 +1,4 @@
-"""Export a checkpoint's weights to where others use them, and print the three lines that load them there.
+"""Convert a checkpoint for other libraries and print the code that loads it.
 
     python -m tools.export runs/clmae --format timm             # for timm.create_model: the encoder
     python -m tools.export runs/clmae --format hf               # a folder for transformers' ViTMAEForPreTraining
@@ -42,8 +42,10 @@ CARD, FIGURE = "README.md", "figure.png"
 def get_args_parser() -> ArgumentParser:
     parser = ArgumentParser("tools.export", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="of MAE or CL-MAE, or a run's folder")
-    parser.add_argument("--format", required=True, choices=SUFFIXES, help="who loads it; masking: the module alone")
-    parser.add_argument("--output", default=None, help="file or, for hf, folder; default: beside the checkpoint")
+    parser.add_argument(
+        "--format", required=True, choices=SUFFIXES, help="target library; masking: the masking module alone"
+    )
+    parser.add_argument("--output", default=None, help="file or, for hf, folder; default: next to the checkpoint")
     parser.add_argument("--overwrite", action="store_true", help="replace what is there")
     parser.add_argument("--encoder_only", action="store_true", help="without the decoder; timm takes nothing else")
     parser.add_argument("--global_pool", action="store_true", help="for timm: the mean of the patch tokens, normalised")
