@@ -86,7 +86,7 @@ class Saver:
     Training waits only for a copy of its state in host memory, not for the disk: a thread writes the copy. The next
     save and leaving the context wait for the thread. Loaders may be forked meanwhile: they use nothing that it holds.
 
-    `moment` maps (epoch, step) to the state of the curriculum, stored besides the flags.
+    `moment` maps (epoch, step) to the state of the curriculum, stored alongside the flags.
     """
 
     def __init__(
