@@ -7,6 +7,7 @@ import torch
 from processes import ROOT
 from small_runs import SMALL, checkpoint, log_lines
 
+from main_pretrain import get_args_parser, settle_mask_args
 from masking import Masking, MaskSettings
 from models_mae import mae_vit_micro_patch4, take_tokens
 
@@ -44,6 +45,10 @@ def test_our_masks_drive_other_autoencoders(cli, tmp_path, monkeypatch):
     for file, code in BLOCKS:
         if not file:
             exec(compile(code, "docs/interop.md", "exec"), page)
+    for name, settings in page["settings"].items():
+        settle_mask_args(flags := get_args_parser().parse_args(["--masking", name]))
+        assert settings.lambda_cl_end == flags.lambda_cl_end
+    assert page["settings"]["predictive"].cmm_strength == flags.cmm_strength
     imgs, index, index_mae = page["imgs"], page["index"], IndexMAE()
     masks = []
     for name, masking in page["strategies"].items():
