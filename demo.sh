@@ -46,7 +46,7 @@ evaluate() {  # PROGRAM RUN FLAGS...: once; skips an evaluation that the data do
 }
 
 pretrain=(
-    --model mae_vit_micro_patch4 --input_size 32                             # a ViT of 0.3 M parameters on 32 px images
+    --model mae_vit_micro_patch4 --input_size 32                             # an autoencoder of 0.3 M parameters
     "${data[@]}" --num_workers 1
     --epochs "$epochs" --warmup_epochs 1 --batch_size "$batch" --blr 4e-3    # minutes, not days
     --save_every $(((epochs + 7) / 8)) --resume auto
