@@ -8,7 +8,7 @@ and is registered with a decorator. Your own needs no changes to this repository
     # mine.py, for main_pretrain.py --masking mine.py:stripes
     def stripes(ask):
         columns = torch.arange(ask.num_patches, device=ask.imgs.device) % ask.grid[1]
-        return (columns % 4 != 0) + ask.uniform()
+        return ask.uniform(ask.grid[1])[:, columns]  # hides whole columns
 
 A learned strategy is a class with its own module, which engine_pretrain.py trains after the MAE's step.
 Masks: 0 is keep, 1 is remove.
