@@ -1,5 +1,6 @@
 """What the documentation shows: commands that are marked runnable do run, and the reference of flags is today's."""
 
+import importlib
 import os
 import re
 import shlex
@@ -11,9 +12,13 @@ from processes import ENVIRONMENT, ROOT, run_to_end
 
 import main_pretrain
 from tools.flags import PAGE, reference
+from util.cli import ArgumentParser
+from util.training.launcher import add_job_arguments
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "experiments").glob("*.md"))]
+PAGES = sorted(page for folder in (".", "docs", "experiments", "benchmarks") for page in (ROOT / folder).glob("*.md"))
 RUNNABLE = re.compile(r"^```bash runnable\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PROGRAM = re.compile(r"(?:\b((?:main|submitit)_\w+)\.py|-m ((?:experiments|tools|benchmarks)\.[a-z]\w*))(.*)")
+FLAG = re.compile(r"(?<!\S)(--[a-z][\w-]*)")
 LINK = re.compile(r"\]\((?!https?://|#)([^)#\s]+)")
 
 
@@ -42,15 +47,32 @@ def test_links_lead_somewhere(page):
         assert (page.parent / target).exists(), target
 
 
+def flags_of(program: str, line: str) -> set[str]:
+    """All flags of a program, as its parser has them, when called as in `line`."""
+    if not program.startswith("submitit_"):
+        return set(importlib.import_module(program).get_args_parser()._option_string_actions)
+    add_job_arguments(job := ArgumentParser())
+    task = re.search(r"--task (\w+)", line)
+    launched = f"main_{task[1]}" if task else program.replace("submitit", "main")
+    return set(job._option_string_actions) | flags_of(launched, line) | ({"--task"} if task else set())
+
+
 def test_flags_in_commands_exist():
     """Every --flag that a page shows in a command of ours is known to that program."""
-    known = set(re.findall(r"`(--\w+)`", PAGE.read_text(encoding="utf-8")))
+    checked = 0
     for page in PAGES:
-        for block in re.findall(r"^```bash.*?\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
-            for line in block.replace("\\\n", " ").splitlines():
-                found = re.search(r"(?:main_\w+\.py|submitit_\w+\.py|-m experiments\.\w+)(.*)", line.split("  #")[0])
-                flags = re.findall(r"(?<!\S)(--\w+)", found[1]) if found else []
-                assert set(flags) <= known | {"--task", "--help"}, (page.name, line)
+        for block in re.findall(r"^```bash.*?\n(.*?)^```|`(python [^`]*)`", page.read_text("utf-8"), re.M | re.S):
+            for line in "".join(block).replace("\\\n", " ").splitlines():
+                found = PROGRAM.search(line.split("  #")[0])
+                if not found:
+                    continue
+                own, _, passed_on = found[3].partition(" --pretrain ")  # the rest goes to main_pretrain.py
+                program = found[1] or found[2]
+                for name, rest in ((program, own), ("main_pretrain", passed_on)):
+                    flags = set(FLAG.findall(rest))
+                    assert flags <= flags_of(name, line), (page.name, line)
+                    checked += len(flags)
+    assert checked > 100
 
 
 IMAGENET = re.compile(
