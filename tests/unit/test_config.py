@@ -53,7 +53,6 @@ def test_every_config_tells_its_cost_and_what_to_expect(name, monkeypatch):
     assert "\n# Expect: " in text
     monkeypatch.setattr(main_pretrain, "get_world_size", lambda: 8)
     settled("--config", f"configs/{name}")
-    assert f"{name}](../configs/{name})" in (ROOT / "docs" / "config.md").read_text() or name.startswith("clmae")
 
 
 def test_recipes_and_presets_are_the_configs():
