@@ -119,7 +119,7 @@ def test_mistakes_of_maskbench_end_in_a_sentence(program, tmp_path):
         (("--strategies", "none.py:stripes"), "there is no file none.py"),
         (("--scale", "full", "--data_set", "shapes"), "--scale full takes folder"),
         (("--data_set", "shapes", "--equal", "compute", "--dry_run"), "the cost of random is measured when it is run"),
-        (("--data_set", "shapes", "--equal", "compute", "--cluster", "slurm", "--device", "cpu"), "which has no GPU as the"),
+        (("--data_set", "shapes", "--equal", "compute", "--cluster", "slurm", "--device", "cpu"), "has no GPU as the"),
         (("--data_set", "shapes", "--archive", tmp_path / "none" / "file"), f"there is no folder {tmp_path}/none"),
         (("--strategies", "grid", mine), f"--strategies grid and {mine} would both be called grid"),
     ):
