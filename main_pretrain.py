@@ -1,6 +1,6 @@
 """Pretrain CL-MAE, vanilla MAE, or MAE with any other masking strategy on a folder of images.
 
-On ImageNet, on a machine with eight GPUs (plain python instead of torchrun uses one):
+On ImageNet, on a machine with eight GPUs (on one: plain python with --accum_iter 16, which keeps the batch of 4,096):
     torchrun --nproc_per_node=8 main_pretrain.py --config configs/clmae_vit_base.yaml --data_path /data/imagenet
 
 The vanilla MAE baseline differs in one flag:
@@ -105,7 +105,7 @@ def get_args_parser() -> ArgumentParser:
     )
     masks.add_argument("--no_curriculum", action="store_true", help="hold the curriculum weight at 0 (ablation)")
 
-    learned = parser.add_argument_group("learned masks (--masking curriculum or predictive)")
+    learned = parser.add_argument_group("learned masks (Z: the probability that a patch stays visible)")
     learned.add_argument(
         "--soft",
         choices=["attention", "tokens"],
@@ -119,7 +119,7 @@ def get_args_parser() -> ArgumentParser:
         "default: threshold",
     )
     learned.add_argument(
-        "--lambda_gauss", type=non_negative, help="weight for decisive Z; default: 10, or 20 with --soft attention"
+        "--lambda_gauss", type=non_negative, help="weight for Z near 0 or 1; default: 10, or 20 with --soft attention"
     )
     learned.add_argument("--lambda_kl", default=1.0, type=non_negative, help="weight for hitting the target ratio")
     learned.add_argument(
@@ -130,9 +130,17 @@ def get_args_parser() -> ArgumentParser:
         type=non_negative,
         help="weight for showing every position; default: 1 with --soft attention, else 0",
     )
-    learned.add_argument("--kl", default="tallied", choices=["tallied", "soft"], help="soft: as in the authors' code")
     learned.add_argument(
-        "--diversity", default="squared", choices=["squared", "distance"], help="distance: as in the authors' code"
+        "--kl",
+        default="tallied",
+        choices=["tallied", "soft"],
+        help="visible share: of patches after the threshold, or the mean of Z (the authors' code)",
+    )
+    learned.add_argument(
+        "--diversity",
+        default="squared",
+        choices=["squared", "distance"],
+        help="loss of two masks at distance d: exp(-d^2), or exp(-0.1 d) (the authors' code)",
     )
     learned.add_argument(
         "--cmm_strength", default=0.5, type=non_negative, help="how strongly predictive masks follow predicted errors"
@@ -146,7 +154,7 @@ def get_args_parser() -> ArgumentParser:
         "--cmm_fraction",
         default=1.0,
         type=fraction,
-        help="fraction of the images whose reconstruction the CMM learns from",
+        help="fraction of the images that the module learns from (curriculum only)",
     )
 
     optim = parser.add_argument_group("optimization")

@@ -1,9 +1,9 @@
 """MaskBench: which masks help? Every strategy through the same training, evaluation and statistics.
 
-    python -m experiments.maskbench --data_path data/cifar10 --seeds 0 1 2 3 4
-    python -m experiments.maskbench --data_path data/cifar10 --strategies random grid path/to/mine.py:stripes
+    python -m experiments.maskbench --data_set cifar10 --data_path data --seeds 0 1 2 3 4
+    python -m experiments.maskbench --data_set cifar10 --data_path data --strategies random grid path/to/mine.py:stripes
     python -m experiments.maskbench --scale full --data_path /data/imagenet --cluster slurm --partition NAME
-    python -m experiments.maskbench --data_path data/cifar10 --archive FILE --table_only     # of published results
+    python -m experiments.maskbench --data_path cifar10 --archive FILE --table_only     # of published results
 
 Runs of a seed share initial weights, order of images and crops, whatever the strategy. Each is measured by
 experiments.probe, and compared to random masks by experiments.paired. The same command skips what is done and resumes
@@ -62,29 +62,29 @@ def get_args_parser() -> ArgumentParser:
         default=[name for name, strategy in STRATEGIES.items() if not strategy.on_request],
         nargs="+",
         metavar="NAME",
-        help=f"of {', '.join(STRATEGIES)}, or your own: file.py:name; random is always there, to compare to",
+        help=f"of {', '.join(STRATEGIES)}, or your own: file.py:name; random is always included, as the baseline",
     )
     what.add_argument(
-        "--epochs_factor", default=[1.0], type=positive, nargs="+", help="lengths of training, over the scale's"
+        "--epochs_factor", default=[1.0], type=positive, nargs="+", help="multiples of the scale's epochs to train for"
     )
     what.add_argument(
         "--equal",
         default=["epochs"],
         nargs="+",
         choices=["epochs", "compute"],
-        help="what strategies have in common; compute: as many epochs as fit into the time of random masks",
+        help="what is held equal; compute: as many epochs as fit into the time of random masks",
     )
     what.add_argument(
         "--archive",
         default=None,
         metavar="FILE",
-        help="results of finished runs: they are shown too and count as done; what is finished is added",
+        help="results of finished runs: shown, not repeated; newly finished runs are added",
     )
     shown = parser.add_argument_group("what to show")
     measures = [f"{encoder}-{feature}" for encoder in ("final", "last", AVERAGE) for feature in FEATURES]
     shown.add_argument("--measure", default="final-both", choices=measures, help="encoder and features (probe.py)")
     shown.add_argument("--part", default="all", choices=PARTS, help="images; choose settings on held_out alone")
-    shown.add_argument("--html", action="store_true", help="also in the HTML report, beside every strategy's masks")
+    shown.add_argument("--html", action="store_true", help="also write an HTML report with every strategy's masks")
     parser.set_defaults(seeds=[0, 1, 2, 3, 4])
     return parser
 

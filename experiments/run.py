@@ -46,21 +46,23 @@ def get_args_parser() -> ArgumentParser:
 
 def add_run_arguments(parser: ArgumentParser, scales: list[str], output_dir: str) -> _ArgumentGroup:
     """What every program that plans runs takes; returns the group of what to run."""
-    parser.add_argument("--dry_run", action="store_true", help="show the commands, and run nothing")
-    parser.add_argument("--table_only", action="store_true", help="show the table of what is there, and run nothing")
+    parser.add_argument("--dry_run", action="store_true", help="print the commands without running them")
+    parser.add_argument("--table_only", action="store_true", help="show the results so far without running anything")
 
     what = parser.add_argument_group("what to run")
-    what.add_argument("--scale", default="small", choices=scales, help="a laptop's, or a cluster's (full)")
+    what.add_argument("--scale", default="small", choices=scales, help="full: for a cluster; others: for a laptop")
     what.add_argument("--seeds", default=[0], type=seed_number, nargs="+", help="one pretraining per seed")
     what.add_argument("--data_set", default="folder", choices=DATA_SETS, help="to pretrain on; shapes is built in")
     what.add_argument("--data_path", default=None, help="folder of the data set")
     what.add_argument("--download", action="store_true", help="download it to --data_path first")
     what.add_argument("--output_dir", default=output_dir, help="runs, tables and figures")
-    what.add_argument("--pretrain", default=[], nargs=REMAINDER, metavar="FLAG", help="comes last: pretraining flags")
+    what.add_argument(
+        "--pretrain", default=[], nargs=REMAINDER, metavar="FLAG", help="flags for every pretraining; must come last"
+    )
 
     where = parser.add_argument_group("where to run it")
     where.add_argument("--cluster", default="local", choices=["local", "slurm"], help="this machine, or job arrays")
-    where.add_argument("--jobs", default=None, type=count, help="local: runs at a time; default: as devices allow")
+    where.add_argument("--jobs", default=None, type=count, help="local: runs at a time; default: one per core or GPU")
     where.add_argument("--device", default=None, help="default: cuda if there is one, else cpu")
     add_resource_arguments(where)
     parser.set_defaults(nodes=1, ngpus=None)
