@@ -21,7 +21,7 @@ from util.evaluation.features import FeatureSet
 from util.evaluation.metrics import top_classes
 from util.lars import LARS
 from util.lr_sched import learning_rate, set_learning_rate
-from util.misc import autocast, gather_rows
+from util.misc import autocast, gather_rows, get_world_size
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # features [R, B, D] and labels [R, B], for each of R runs
 
@@ -150,7 +150,7 @@ class EncodedBatches:
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
         self.loader.set_epoch(epoch)
-        images = self.loader.batches.batch_size
+        images = self.loader.batches.batch_size * get_world_size()
         for imgs, labels, _ in tracked(self.loader, f"epoch {epoch + 1}", len(self), images, "images/s"):
             imgs = normalise(imgs.to(self.device, non_blocking=True), *self.statistics)
             with torch.no_grad(), autocast(self.device, self.amp):

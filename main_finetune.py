@@ -22,6 +22,7 @@ from util.arguments import (
     add_encoder_arguments,
     add_machine_arguments,
     add_saving_arguments,
+    check_epochs,
     settle_shared_args,
 )
 from util.cli import (
@@ -162,7 +163,7 @@ from util.misc import (
     with_ddp,
 )
 from util.training import resume
-from util.training.progress import LOG, EpochLog, LossGuard, prepare_output, read_log, report_epoch, write_log
+from util.training.progress import EpochLog, LossGuard, has_epochs, prepare_output, read_log, report_epoch, write_log
 from util.training.resume import Start, TrainingState
 from util.training.saver import Saver, StopRequest
 
@@ -176,10 +177,7 @@ def check_args(args: Namespace) -> None:
         raise UserError(f"--batch_size {args.batch_size}: mixup and cutmix need pairs of images, an even number")
     if args.eval and args.resume in ("", "auto"):
         raise UserError("--eval goes with --resume FILE, a fine-tuned checkpoint, or its run's folder")
-    if args.start_epoch >= args.epochs:
-        raise UserError(f"--start_epoch {args.start_epoch} leaves none of the {args.epochs} --epochs to train")
-    if args.warmup_epochs >= args.epochs and not args.eval:
-        logger.warning("--warmup_epochs %d fills the whole run of %d epochs", args.warmup_epochs, args.epochs)
+    check_epochs(args)
 
 
 def check_data(subject: Subject, args: Namespace) -> None:
@@ -291,10 +289,10 @@ def describe_run(parameters: int, data_loader: ImageLoader, start: Start, args: 
 
 def accuracy_by_epoch(args: Namespace) -> dict[int, float]:
     """Test Acc@1 of the epochs already trained, from the log."""
-    path = Path(args.output_dir, LOG)
-    if not args.output_dir or not path.exists() or not path.stat().st_size:
+    folder = Path(args.output_dir)
+    if not args.output_dir or not has_epochs(folder):
         return {}
-    return {line["epoch"]: line["test_acc1"] for line in read_log(path) if "test_acc1" in line}
+    return {line["epoch"]: line["test_acc1"] for line in read_log(folder) if "test_acc1" in line}
 
 
 def test_again(args: Namespace) -> None:
@@ -325,7 +323,7 @@ def write_results(report: Report, test: FeatureSet, settings: dict, by_epoch: di
     found = summary(top5, test.labels)
     say_if_few_classes(test.features.shape[1])
     show_accuracies(f"fine-tuning on {subject.data_name}, last epoch, seed {seed}", found)
-    report.accuracies(found, subject.args.epochs)
+    report.accuracies(found, settings.get("epochs", subject.args.epochs))
     report.write(Outcome(test, top5, [seed], settings, len(subject.datasets["train"]), best_epoch(by_epoch)))
 
 

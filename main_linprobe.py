@@ -13,7 +13,7 @@ A random-weight baseline, on a machine with no GPU and no images:
 
 from argparse import Namespace
 
-from util.arguments import add_evaluation_arguments
+from util.arguments import add_evaluation_arguments, check_epochs
 from util.cli import ArgumentParser, TrainingDiverged, UserError, count, count_or_zero, logger, non_negative, positive
 from util.program import answer_early, place_in_world, run
 
@@ -85,16 +85,13 @@ from util.training.resume import Unfinished
 
 def check_args(args: Namespace) -> None:
     """Reject invalid combinations of flags."""
-    if args.start_epoch >= args.epochs:
-        raise UserError(f"--start_epoch {args.start_epoch} leaves none of the {args.epochs} --epochs to train")
     if args.eval != (args.resume not in ("", "auto")):
         raise UserError("--eval goes with --resume FILE, the .pth of a finished probe; --resume auto continues one")
     if args.batch_size * place_in_world()[1] < 2:
         raise UserError("--batch_size 1: batch normalisation needs at least two images")
     if args.lr_grid is not None and args.lr is not None:
         raise UserError("--lr_grid chooses the learning rate and cannot be combined with --lr")
-    if args.warmup_epochs >= args.epochs:
-        logger.warning("--warmup_epochs %d fills the whole run of %d epochs", args.warmup_epochs, args.epochs)
+    check_epochs(args)
 
 
 @dataclass
@@ -222,6 +219,7 @@ def check_probe(state: dict, path: str) -> None:
     """Reject a file that is not what `main` writes at the end of a probe."""
     kinds = {"probe": list, "protocol": str, "settings": dict, "train_images": int, "classes": list}
     whole = all(isinstance(state.get(name), kind) for name, kind in kinds.items()) and state["protocol"] in PROTOCOLS
+    whole = whole and isinstance(state.get("features", {}), dict)  # older files have none
     if not whole or not state["probe"] or not all(map(is_head, state["probe"])):
         raise UserError(f"--resume {path} is not the .pth of a finished linear probe")
 
@@ -237,6 +235,13 @@ def is_head(entry: object) -> bool:
 def restore_probe(state: dict, subject: Subject, path: str) -> list[Fit]:
     if state["classes"] != subject.classes:
         raise UserError(f"--resume {path} was trained for other classes than {subject.data_name} has")
+    ours = subject.settings()
+    theirs = state.get("features", ours)
+    for name in theirs | ours:
+        if name != "precision" and theirs.get(name) != ours.get(name):
+            raise UserError(
+                f"--resume {path} was trained with {name} {theirs.get(name)}, but here it is {ours.get(name)}"
+            )
     if state.get("checkpoint_sha256") != subject.checkpoint_sha256:
         logger.warning("%s was trained on the features of another checkpoint", path)
     fits = []
@@ -282,6 +287,7 @@ def main(args: Namespace) -> None:
             "probe": [[fit.seeds, fit.heads.state_dict()] for fit in fits],
             "protocol": report.protocol,
             "settings": settings,
+            "features": subject.settings(),
             "train_images": fits[0].train_images,
             "classes": subject.classes,
             "checkpoint_sha256": subject.checkpoint_sha256,

@@ -108,7 +108,7 @@ def measure(
     if snapshot is not None:
         settings, weight = snapshot.masking.settings, snapshot.lambda_cl
         epoch = None if snapshot.epoch is None else snapshot.epoch + 1
-        metrics["target"] = 1 - settings.ratio(snapshot.epoch or 0)
+        metrics["target"] = 1 - snapshot.mask_ratio
         look = verdicts(metrics, len(mask), weight, settings.lambda_cl(1), settings.masking)
     positions = (1 - mask).mean(dim=0).reshape(grid).tolist()
     return Measured(name, str(path), file_hash(path), epoch, weight, metrics, look, positions)
@@ -130,12 +130,12 @@ def module_values(snapshot: Snapshot, imgs: torch.Tensor) -> torch.Tensor | None
 
 
 def measure_run(name: str, paths: list[Path], judge: Snapshot | None, args: Namespace) -> list[Measured]:
-    device, found = set_up_device(args.device), []
+    device, images, found = set_up_device(args.device), None, []
     for path in evenly(paths, args.moments):
         snapshot = load_snapshot(path, name, device=device)
         if judge is not None and input_of(snapshot) != input_of(judge):
             raise UserError(f"{path} and --judge {args.judge} differ in size, patches or statistics of their images")
-        images = read_images(open_source(args, snapshot), args.num_images or 1000, args.seed)
+        images = images or read_images(open_source(args, snapshot), args.num_images or 1000, args.seed)
         imgs = as_input(images, snapshot, device)
         parts = enumerate(imgs.split(BLOCK))
         mask = torch.cat([snapshot.mask(part, args.seed, first=at * BLOCK).mask for at, part in parts])
@@ -183,13 +183,14 @@ def load_judge(args: Namespace) -> Snapshot | None:
 
 
 def main(args: Namespace) -> None:
+    given = args.names is not None
     name_runs(args)
     judge = load_judge(args)
     found: list[Measured] = []
-    files = {name: Path(path) for name, path in zip(args.names, args.runs, strict=True) if Path(path).suffix == ".npz"}
-    for name, path in files.items():
-        found.append(measure_file(name, path, judge, args))
-    trained = [(name, path) for name, path in zip(args.names, args.runs, strict=True) if Path(path).suffix != ".npz"]
+    named = list(zip(args.names, args.runs, strict=True))
+    for name, path in ((name, Path(path)) for name, path in named if Path(path).suffix == ".npz"):
+        found.append(measure_file(name if given else path.stem, path, judge, args))
+    trained = [(name, path) for name, path in named if Path(path).suffix != ".npz"]
     runs = checkpoints_by_run(Namespace(names=[name for name, _ in trained], runs=[path for _, path in trained]))
     for name, paths in runs.items():
         found += measure_run(name, paths, judge, args)

@@ -23,6 +23,7 @@ from util.arguments import (
     add_machine_arguments,
     add_saving_arguments,
     add_statistics_arguments,
+    check_epochs,
     settle_shared_args,
 )
 from util.cli import ArgumentParser, UserError, count, count_or_zero, fraction, logger, non_negative, number, positive
@@ -245,8 +246,7 @@ def check_args(args: Namespace) -> None:
     args.mean, args.std = pixel_statistics(args.in_chans, args.mean, args.std)
     if args.init and args.resume not in ("", "auto"):
         raise UserError("--init starts a new run and --resume FILE continues one: give one of them, or --resume auto")
-    if args.warmup_epochs >= args.epochs:
-        logger.warning("--warmup_epochs %d fills the whole run of %d epochs", args.warmup_epochs, args.epochs)
+    check_epochs(args)
 
 
 def settle_mask_args(args: Namespace) -> None:

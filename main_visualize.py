@@ -94,7 +94,7 @@ from util.plots.snapshot import (
     read_images,
 )
 from util.plots.style import save_figure
-from util.training.progress import LOG, read_log
+from util.training.progress import has_epochs, read_log
 
 GRIDS = {"masks": (8, masks_figure), "diversity": (64, diversity_figure), "positions": (512, positions_figure)}
 PLACES = ("output_dir", "log_dir")  # flags that differ between any two runs
@@ -148,7 +148,7 @@ def write_report(runs: dict[str, list[Path]], args: Namespace, results: str | No
         shown = evenly(paths, args.blocks or CHECKPOINTS)
         logger.info("%s: %d checkpoints", plain(name), len(shown))
         snapshots = (load_snapshot(path, name, args.norm_pix_loss, device) for path in shown)
-        log = read_log(folders[name]) if (folders[name] / LOG).is_file() else []
+        log = read_log(folders[name]) if has_epochs(folders[name]) else []
         reported.append(report_run(name, snapshots, images, more, log, device, args.seed, args.true_stats))
     sections["SETTINGS"] = settings_section({run.name: run.settings for run in reported})
     page = report_page(reported, sections, len(more))

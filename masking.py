@@ -17,6 +17,7 @@ Masks: 0 is keep, 1 is remove.
 import importlib.util
 import itertools
 import json
+import sys
 from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections.abc import Callable, Mapping
@@ -392,10 +393,11 @@ def find_strategy(name: str) -> "Strategy | type[LearnedMasking]":
         raise UserError(f"--masking {name} is unknown; choose from {known}, or give your own as path/to/file.py:name")
     if not Path(path).is_file():
         raise UserError(f"--masking {name}: there is no file {path}")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    # Not named by its stem, which may be that of another module.
+    spec = importlib.util.spec_from_file_location(str(Path(path).resolve()), path)
     if spec is None or spec.loader is None:
         raise UserError(f"--masking {name}: {path} cannot be imported")
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where dataclasses look for it
     try:
         spec.loader.exec_module(module)
     except Exception as error:

@@ -96,7 +96,7 @@ class Contender:
         self.device = set_up_device(args.device, self.args.attention, self.args.amp)
         self.state = main_pretrain.build_networks(self.args, self.device)
         self.masking = main_pretrain.build_masking(self.state, self.args)
-        shape = (args.batch_size, self.args.in_chans, size, size)
+        shape = (args.batch_size, self.args.in_chans, *self.args.input_size)
         imgs = torch.randint(256, shape, dtype=torch.uint8, generator=generator("bench_step"))
         self.loader = ReadyImages(imgs)
 

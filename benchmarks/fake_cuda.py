@@ -34,8 +34,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from util.cli import ROOT
+
 aten = torch.ops.aten
-ROOT = Path(__file__).parents[1]
 CAPABILITIES = {"A100": 80, "T4": 75, "H100": 90}  # the fake GPUs in their order: cuda:0 is an A100
 
 # The fields of cudaDeviceProp up to `minor` lie alike in CUDA 12 and 13. After them 12 has one more, so the number of

@@ -92,6 +92,7 @@ class Run:
         known = {name: value for name, value in vars(ours).items() if value is not None}
         if ours.global_batch_size:
             del known["batch_size"]  # it follows from the number of processes
+        known["world_size"] = theirs.get("world_size", 1)  # runs of several GPUs are also shown where there are none
         if changed := differences(theirs, known):
             raise UserError(
                 f"{self.folder} was trained with other settings: {'; '.join(changed)}. "

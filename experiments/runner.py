@@ -18,11 +18,11 @@ import torch
 
 from experiments.plan import Run, Step, data_folder
 from util.checkpoint import write_text
-from util.cli import Interrupted, UserError, logger
+from util.cli import ROOT, Interrupted, UserError, logger
 from util.lock import locked
+from util.misc import available_cpus
 from util.training.launcher import ClusterJob, build_executor, submit
 
-ROOT = Path(__file__).resolve().parent.parent
 PATIENCE = 60  # seconds that SLURM has for an answer
 Slot = tuple[dict[str, str], int]  # what one run at a time has to itself: environment, and number of processes
 
@@ -54,7 +54,7 @@ def machine_slots(ngpus: int, jobs: int | None) -> list[Slot]:
             raise UserError(f"--ngpus {ngpus}: this machine has {gpus}; give at most that")
         groups = [range(first, first + ngpus) for first in range(0, gpus - ngpus + 1, ngpus)]
         return [({"CUDA_VISIBLE_DEVICES": ",".join(map(str, group))}, ngpus) for group in groups[:jobs]]
-    cores = len(os.sched_getaffinity(0))
+    cores = available_cpus()
     jobs = jobs or cores
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(cores // jobs, 1))
     return [({"OMP_NUM_THREADS": threads}, 1)] * jobs

@@ -8,7 +8,7 @@ from experiments.plan import Run
 from util.evaluation.compare import check_same_images, mcnemar_of_seeds
 from util.evaluation.results import PROTOCOLS, Result, read_predictions
 from util.evaluation.tables import SIGNIFICANT, Cell, Group, Table, p_value
-from util.training.progress import read_log
+from util.training.progress import has_epochs, read_log
 
 HEALTH = ("visible", "distinct", "hamming", "unseen", "decisive")  # of a run's last epoch
 ERROR = "mask_error_vs_random"
@@ -85,8 +85,7 @@ def health_table(rows: list[list[Run]]) -> Table:
     """Masks at the end of training, and the error of hidden patches over random masks' on the way."""
     keys, lines = [f"train_mask_{name}" for name in HEALTH], []
     for runs in rows:
-        files = [run.folder / "log.txt" for run in runs if run.checkpoint().exists()]
-        logs = [read_log(file) for file in files if file.exists()]
+        logs = [read_log(run.folder) for run in runs if run.checkpoint().exists() and has_epochs(run.folder)]
         logs = [log for log in logs if ERROR in log[-1]]
         if not logs:
             continue

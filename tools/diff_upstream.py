@@ -27,11 +27,10 @@ from models_mae import MaskedAutoencoderViT
 from tools import mae_probe
 from tools import upstream_source as source
 from tools.upstream_source import CHANGED, MISSING, SAME
-from util.cli import ArgumentParser, UserError, logger, positive
+from util.cli import ROOT, ArgumentParser, UserError, logger, positive
 from util.misc import generator
 from util.program import run
 
-ROOT = Path(__file__).resolve().parent.parent
 MODELS = ("models_mae.py", "models_vit.py")
 TOLERANCE = 1e-5
 

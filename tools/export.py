@@ -45,7 +45,11 @@ def get_args_parser() -> ArgumentParser:
     parser.add_argument(
         "--format", required=True, choices=SUFFIXES, help="target library; masking: the masking module alone"
     )
-    parser.add_argument("--output", default=None, help="file or, for hf, folder; default: next to the checkpoint")
+    parser.add_argument(
+        "--output",
+        default=None,
+        help="file or, for hf, folder; default: next to the checkpoint, or here if it is the Hub's",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace what is there")
     parser.add_argument("--encoder_only", action="store_true", help="without the decoder; timm takes nothing else")
     parser.add_argument("--global_pool", action="store_true", help="for timm: the mean of the patch tokens, normalised")
@@ -103,7 +107,8 @@ def default_output(path: Path, args: Namespace) -> Path:
     """Such as checkpoint-399-timm.safetensors, beside checkpoint-399.pth."""
     parts = [path.stem, "" if args.format == "safetensors" else args.format]  # a suffix that says it is enough
     parts += ["encoder" if args.encoder_only and args.format != "timm" else "", "global_pool" * args.global_pool]
-    return path.with_name("-".join(filter(None, parts)) + SUFFIXES[args.format])
+    folder = Path() if hub.is_hub_name(args.checkpoint) else path.parent  # not among the cached files of the Hub
+    return folder / ("-".join(filter(None, parts)) + SUFFIXES[args.format])
 
 
 def check_output(output: Path, path: Path, args: Namespace) -> None:

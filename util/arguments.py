@@ -6,7 +6,7 @@ import os
 from argparse import Namespace, _ArgumentGroup
 from pathlib import Path
 
-from util.cli import ArgumentParser, UserError, count, count_or_zero, label, non_negative, number, seed_number
+from util.cli import ArgumentParser, UserError, count, count_or_zero, label, logger, non_negative, number, seed_number
 
 DEFAULT_OUTPUT_DIR = "./output_dir"
 DEFAULT_DATA_PATH = "data/imagenet"
@@ -228,6 +228,13 @@ def refuse_unused_data_flags(args: Namespace) -> None:
         given = [name for name in names if getattr(args, name) not in (parser.get_default(name), None, 0)]
         if holds and given:
             raise UserError(f"--{given[0]} has no effect {when}; leave it out")
+
+
+def check_epochs(args: Namespace) -> None:
+    if args.start_epoch >= args.epochs:
+        raise UserError(f"--start_epoch {args.start_epoch} leaves none of the {args.epochs} --epochs to train")
+    if args.warmup_epochs >= args.epochs and not getattr(args, "eval", False):
+        logger.warning("--warmup_epochs %d fills the whole run of %d epochs", args.warmup_epochs, args.epochs)
 
 
 def settle_shared_args(args: Namespace) -> None:

@@ -5,7 +5,6 @@ A sample depends only on (seed, epoch, index), not on the number of workers or o
 
 import multiprocessing
 import multiprocessing.connection
-import os
 import random
 import signal
 import sys
@@ -25,7 +24,15 @@ from util.crop import Crop, draw_crop, draw_crop_once
 from util.data.decode import MODES, exact_crop, jpeg_crop, read_jpeg, to_mode
 from util.data.listing import Listing
 from util.data.sources import Source, build_source
-from util.misc import derive_seed, gather_objects, generator, get_rank, get_world_size, start_loader_process
+from util.misc import (
+    available_cpus,
+    derive_seed,
+    gather_objects,
+    generator,
+    get_rank,
+    get_world_size,
+    start_loader_process,
+)
 from util.program import SHM_FULL, shortage
 
 Values = Sequence[float] | None  # of --mean or --std
@@ -284,8 +291,7 @@ class Fetcher:
     ):
         self.dataset, self.collate_fn = dataset, collate_fn
         self.fault: str | None = None
-        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.num_workers = min(num_workers, cpus)  # more would only compete, and torch warns about them
+        self.num_workers = min(num_workers, available_cpus())  # more would only compete, and torch warns about them
         self._processes = []
         self._loader = DataLoader(
             dataset,

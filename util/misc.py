@@ -220,6 +220,11 @@ def own_gpu(local_rank: int, gpus: int) -> int:
     return local_rank
 
 
+def available_cpus() -> int:
+    """Those that this process may use; macOS does not say."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def get_world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 

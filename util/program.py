@@ -249,7 +249,11 @@ ECHOES = (
 
 def lost_another(error: Exception) -> bool:
     """Whether this error only echoes the end of another process."""
-    return isinstance(error, RuntimeError) and any(echo in str(error) for echo in ECHOES)
+    return isinstance(error, RuntimeError) and is_echo(str(error))
+
+
+def is_echo(text: str) -> bool:
+    return any(echo in text for echo in ECHOES)
 
 
 def leave(code: int, together: bool = False) -> None:

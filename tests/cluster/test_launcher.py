@@ -113,9 +113,10 @@ def test_a_restarted_job_continues_whatever_it_began_with(tmp_path):
 def test_the_failure_of_a_job_is_that_of_the_first_process_to_fail(tmp_path):
     job = submitit.Job(tmp_path, "7", tasks=(0, 1))
     assert failure(job) is None
-    for task, text in enumerate(("RuntimeError: gloo: Connection closed by peer", "KeyError: the reason")):
-        utils.cloudpickle_dump(("error", text), job.task(task).paths.result_pickle)
-    assert failure(job) == "KeyError: the reason"
+    for echo in ("gloo: Connection closed by peer", "[c10d] NCCL communicator was aborted"):
+        for task, text in enumerate((f"RuntimeError: {echo}", "KeyError: the reason")):
+            utils.cloudpickle_dump(("error", text), job.task(task).paths.result_pickle)
+        assert failure(job) == "KeyError: the reason"
 
 
 def test_request_for_resources(monkeypatch, tmp_path):

@@ -18,8 +18,8 @@ def test_ratios_are_of_the_same_round():
 
 def test_a_step_of_each_method_is_measured(program):
     methods = ("MAE", "CL-MAE", "predictive", "preset")
-    flags = ("--rounds", 1, "--batch_size", 2, "--input_size", 16, "--methods", *methods)
-    code, out, err = program(bench_step, *flags, "--pretrain", "--select", "topk")
+    flags = ("--rounds", 1, "--batch_size", 2, "--methods", *methods)
+    code, out, err = program(bench_step, *flags, "--pretrain", "--select", "topk", "--input_size", 16, 32)
     assert (code, err) == (0, "")
     lines = {line.split()[0]: line.split() for line in out.splitlines()[4:]}
     assert lines.keys() == set(methods)

@@ -176,6 +176,8 @@ def test_a_finished_head_can_be_tested_again(evaluate, tmp_path):
         trained, tested = lines(tmp_path / "out")[-2:]
         for name in ("protocol", "settings", "runs", "acc1", "acc1_std", "images"):
             assert trained[name] == tested[name]
+        code, _, err = evaluate("linprobe", "--eval", "--resume", head, "--global_pool")
+        assert (code, "was trained with pooling cls_token, but here it is global_pool" in err) == (2, True)
     assert not list((tmp_path / "out").glob("*.unfinished"))
 
 

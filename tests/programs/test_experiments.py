@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from conftest import ROOT, processes_with
 from small_runs import checkpoint
 
@@ -214,6 +215,7 @@ def test_a_recipe_is_run_evaluated_and_shown(call, tmp_path):
     assert " took " not in out
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.pth")} == before
 
+    (folder / "curriculum" / "seed1" / "log.txt").write_text("")  # as in a first epoch
     for path in runs["random"][1].glob("checkpoint-*.pth"):
         path.write_bytes(b"damaged")
     (runs["curriculum"][0] / "cls_token" / "results.jsonl").unlink()
@@ -223,8 +225,12 @@ def test_a_recipe_is_run_evaluated_and_shown(call, tmp_path):
     assert re.search(r"MAE +[\d.]+ +[\d.]+ +1 of 2 ", out)
     assert len(results(runs["curriculum"][0], "knn")) == 1
 
+    path = max(runs["random"][0].glob("checkpoint-*.pth"))
+    state = torch.load(path, weights_only=True)
+    state["args"]["world_size"] = 2  # shown here, too, though it was trained with two GPUs
+    torch.save(state, path)
     code, _, err = call("main_results", pretrain=("--lambda_kl", 2))
-    assert code == 2
+    assert (code, "images per iteration" in err) == (2, False)
     assert re.search(r"random.seed0 was trained with other settings: --lambda_kl 1.0, now 2.0", err)
 
 

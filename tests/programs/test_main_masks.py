@@ -44,6 +44,7 @@ def test_hidden_error_is_the_models_own_loss(model, imgs):
 def test_random_masks_are_as_hard_as_random_masks(model, imgs):
     noise = torch.rand(300, 16, generator=torch.Generator().manual_seed(7))
     assert difficulty(model, imgs, random_mask(300), noise) == pytest.approx(1, abs=0.02)
+    assert difficulty(model, imgs, torch.zeros(300, 16), noise) == 0, "nothing is hidden"
 
 
 def test_edges_are_found_where_they_are():
@@ -148,6 +149,10 @@ def test_masks_from_elsewhere(runs, program, tmp_path):
     (found,) = json.loads((tmp_path / "out" / "masks.json").read_text())
     assert found["metrics"]["visible"] == 0.25
     assert found["metrics"]["judge"] > 0
+    np.savez(tmp_path / "inverse.npz", images=np.array([f"{index}.png" for index in range(4)]), mask=1 - mask)
+    assert program(main_masks, tmp_path / "mine.npz", tmp_path / "inverse.npz", *where)[0] == 0
+    both = json.loads((tmp_path / "out" / "masks.json").read_text())
+    assert [(each["run"], each["metrics"]["visible"]) for each in both] == [("mine", 0.25), ("inverse", 0.75)]
 
     np.savez(tmp_path / "bad.npz", images=np.array(["0.png"]), mask=mask)
     code, _, err = program(main_masks, tmp_path / "bad.npz", *where)

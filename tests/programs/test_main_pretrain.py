@@ -254,6 +254,7 @@ BAD = {
     "two beginnings": (("--init", "a.pth", "--resume", "b.pth"), "give one of them, or --resume auto"),
     "missing weights": (("--init", "none.pth"), "none.pth: No such file or directory"),
     "indivisible batch": (("--global_batch_size", "9", "--accum_iter", "2"), "--global_batch_size 9 cannot be split"),
+    "nothing to train": (("--epochs", "3", "--start_epoch", "3"), "--start_epoch 3 leaves none of the 3 --epochs"),
     "negative minutes": (("--save_minutes", "-1"), "argument --save_minutes: -1 must be at least 0"),
     "processes without a launcher": (("--world_size", "4"), "use torchrun for several processes"),
     "unlabelled knn": (

@@ -102,6 +102,17 @@ def test_lambda_within_an_epoch_and_without_a_curriculum(runs, tmp_path):
     assert load_snapshot(tmp_path / "none.pth", "").lambda_cl == 0
 
 
+def test_the_ratio_within_an_epoch_is_that_of_its_masks(runs, tmp_path):
+    checkpoint = torch.load(runs / "random" / "checkpoint-1.pth", weights_only=True)
+    checkpoint["args"] |= {"mask_ratio_start": 0.9}
+    torch.save({**checkpoint, "epoch": -1, "moment": {"mask_ratio": 0.9}}, tmp_path / "within.pth")
+    del checkpoint["moment"]
+    torch.save({**checkpoint, "epoch": -1}, tmp_path / "older.pth")
+    for name in ("within", "older"):
+        mask = load_snapshot(tmp_path / f"{name}.pth", "").mask(torch.zeros(2, 3, 16, 16)).mask
+        assert mask.sum(dim=1).tolist() == [15, 15]  # of 16
+
+
 def test_a_block_shows_what_training_does(runs):
     snapshot = load_snapshot(runs / "curriculum" / "checkpoint-2.pth", "run")
     imgs = torch.randn(5, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -127,7 +138,7 @@ def test_random_masks_have_no_heat_map(runs):
 
 def untold(model):
     """A snapshot of weights alone, as upstream publishes them."""
-    return Snapshot("run", model.eval(), Masking(MaskSettings(), model.patch_embed.grid_size), {}, None, None)
+    return Snapshot("run", model.eval(), Masking(MaskSettings(), model.patch_embed.grid_size), {}, None, None, 0.75)
 
 
 def perfect_prediction(model, imgs):

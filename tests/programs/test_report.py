@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -103,6 +104,14 @@ def test_it_is_one_small_file_that_asks_for_nothing(report):
     assert not re.search("https?:", page)
     assert not re.search(r"<(link|iframe|object|embed)|\bsrc=[^x]|\bhref=|url\(|@import|fetch\(|XMLHttp", page)
     assert "default-src 'none'" in page
+
+
+def test_a_run_in_its_first_epoch_has_no_curves_yet(program, runs, tmp_path):
+    shutil.copy(runs / "random" / "checkpoint-0.pth", tmp_path / "checkpoint-last.pth")
+    (tmp_path / "log.txt").touch()
+    code, _, err = program(main_visualize, tmp_path, *SHAPES, "--num_images", 1, "--html", tmp_path / "report.html")
+    assert (code, err) == (0, "")
+    assert data_of(tmp_path / "report.html")["runs"][0]["log"] == []
 
 
 def test_names_are_text(report):

@@ -442,6 +442,16 @@ def test_a_users_file_needs_no_change_elsewhere(mine, mae):
     assert torch.equal(mae(IMGS, **chosen)[2] == 0, chosen["visible"])
 
 
+def test_a_users_file_may_hold_anything_that_a_module_may(tmp_path):
+    path = tmp_path / "random.py"  # nor does its name matter
+    path.write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "@dataclass\nclass Width:\n    columns: int = 4\n"
+        "def stripes(ask):\n    return ask.uniform(Width().columns).repeat_interleave(16, dim=1)\n"
+    )
+    assert visible_of(choose(Masking(MaskSettings(masking=f"{path}:stripes"), GRID))).sum(dim=1).tolist() == [16] * 16
+
+
 def test_what_is_wrong_with_a_users_strategy_is_named(mine, tmp_path):
     for name, words in {
         "curriclum": r"--masking curriclum is unknown; choose from random, block, grid, noise, curriculum, predictive",

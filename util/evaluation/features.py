@@ -18,7 +18,15 @@ from util.checkpoint import SUM, content_sum, drop_stale_partials, partial_of
 from util.cli import OutOfResources, UserError, logger, tracked
 from util.data.sources import Source, labels_of
 from util.datasets import BadImages, Fetcher, ImageDataset, collate
-from util.misc import autocast, gather_objects, gather_rows, get_rank, is_main_process, share_of_rank
+from util.misc import (
+    autocast,
+    gather_objects,
+    gather_rows,
+    get_rank,
+    get_world_size,
+    is_main_process,
+    share_of_rank,
+)
 from util.program import expect_the_end
 
 FORMAT = 4  # of the cache; changing it invalidates all older files
@@ -74,7 +82,7 @@ def extract_features(
     found = [(done.features, done.indices)]
     try:
         fetcher.restart()
-        for keys in tracked(batches, header, len(batches), batch_size, "images/s"):
+        for keys in tracked(batches, header, len(batches), batch_size * get_world_size(), "images/s"):
             imgs, _, bad = fetcher.fetch(keys)
             bad_images.add([names[0] for names in bad if names])
             readable = torch.tensor([not names for names in bad])

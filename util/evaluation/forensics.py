@@ -58,8 +58,10 @@ def hidden_error(model: Autoencoder, imgs: torch.Tensor, visible: torch.Tensor) 
 
 
 def difficulty(model: Autoencoder, imgs: torch.Tensor, mask: torch.Tensor, noise: torch.Tensor) -> float:
-    """Error on what `mask` [N, L] hides, relative to random masks of the same mean ratio, drawn by `noise` [N, L]."""
-    kept = round((1 - mask).sum(dim=1).mean().item())
+    """Error on what `mask` [N, L] hides, relative to random masks of the same mean ratio, drawn by `noise` [N, L].
+
+    These hide at least a patch, so that masks that hide nothing count as infinitely easy."""
+    kept = min(round((1 - mask).sum(dim=1).mean().item()), mask.shape[1] - 1)
     random = noise.argsort(dim=1).argsort(dim=1) < kept
     return hidden_error(model, imgs, mask == 0) / hidden_error(model, imgs, random)
 

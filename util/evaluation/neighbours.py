@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from util.cli import tracked
-from util.misc import full_float32, gather_rows, share_of_rank
+from util.misc import full_float32, gather_rows, get_world_size, share_of_rank
 
 GROUP = 64  # scores that are first reduced to their minimum; block widths are multiples of this
 SPARE = 8  # candidates beyond the neighbours asked for, so that rounding seldom leaves a query in doubt
@@ -36,7 +36,8 @@ def nearest_neighbours(
     scan = Scan(train, rows, columns, device, cosine)
     blocks = mine.split(rows)
     with full_float32():  # the error bounds assume float32
-        parts = [scan.search(scan.load(block), k) for block in tracked(blocks, header, len(blocks), rows, "queries/s")]
+        shown = tracked(blocks, header, len(blocks), rows * get_world_size(), "queries/s")
+        parts = [scan.search(scan.load(block), k) for block in shown]
     squares, found = (gather_rows(torch.cat(part).cpu()) for part in zip(*parts, strict=True))
     return squares / 2 if cosine else squares.sqrt(), found  # of unit vectors, half the square is 1 - cosine
 

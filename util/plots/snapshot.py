@@ -43,6 +43,7 @@ class Snapshot:
     settings: dict  # the run's flags; empty if the file has none
     epoch: int | None  # the last complete one, from 0
     lambda_cl: float | None  # None if masks do not follow it
+    mask_ratio: float
 
     @property
     def title(self) -> str:
@@ -69,8 +70,8 @@ class Snapshot:
 
     def ask(self, imgs: torch.Tensor, seed: int, first: int = 0) -> Ask:
         index = torch.arange(first, first + len(imgs)) + (seed << 32)
-        ask = self.masking.ask(imgs, index, self.epoch or 0, 0.0)
-        ask.lambda_cl = 0.0 if self.lambda_cl is None else self.lambda_cl
+        ask = self.masking.ask(imgs, index, 0, 0.0)
+        ask.lambda_cl, ask.mask_ratio = self.lambda_cl or 0.0, self.mask_ratio
         # The same draw for all snapshots: masks change between them because of training, not by chance.
         ask.keys = image_keys(0, 0, index.to(imgs.device))
         return ask
@@ -101,7 +102,9 @@ def load_snapshot(path: Path, name: str, norm_pix_loss: bool = False, device: to
     if masking.module is not None:
         masking.module.to(device).eval()
     epoch, weight = checkpoint.get("epoch"), ckpt.lambda_cl_of(checkpoint)
-    return Snapshot(name, model.to(device).eval(), masking, settings, epoch, weight)
+    # Older checkpoints do not store the ratio. Within the first epoch, none is complete yet.
+    ratio = checkpoint.get("moment", {}).get("mask_ratio", masking.settings.ratio(max(epoch or 0, 0)))
+    return Snapshot(name, model.to(device).eval(), masking, settings, epoch, weight, ratio)
 
 
 def snapshots_of(path: Path) -> list[Path]:

@@ -26,11 +26,10 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError, Uncomplet
 
 from util.arguments import DEFAULT_OUTPUT_DIR, settle_shared_args
 from util.checkpoint import any_checkpoint
-from util.cli import ArgumentParser, Interrupted, UserError, count, count_or_zero, logger, positive, setup_logging
+from util.cli import ROOT, ArgumentParser, Interrupted, UserError, count, count_or_zero, logger, positive, setup_logging
 from util.hub import is_hub_name
-from util.program import end_children, flags_named
+from util.program import end_children, flags_named, is_echo
 
-ROOT = Path(__file__).resolve().parents[2]
 SIGNAL_DELAY = 120  # seconds between the cluster's warning and the end of the job: time to finish a step and save
 PATIENCE = 30 * 60  # seconds that a saved job waits for the cluster to end it; longer than any usual grace period
 MOST_TIMEOUTS = 10_000  # requeues after a time-out; in effect unlimited
@@ -265,7 +264,7 @@ def failure(job: submitit.Job) -> str | None:
         if file.exists():
             outcome, result = utils.pickle_load(file)
             tracebacks += [result] if outcome == "error" else []
-    return min(tracebacks, key=lambda text: "by peer" in text, default=None)
+    return min(tracebacks, key=is_echo, default=None)
 
 
 def describe_job(job: submitit.Job, args: Namespace) -> None:

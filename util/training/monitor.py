@@ -12,6 +12,7 @@ from util.cli import UserError, logger
 from util.datasets import ImageDataset, build_eval_dataset, collate
 from util.evaluation.features import extract_features
 from util.evaluation.forensics import edge_contrast, edge_scores, mirror_correlation
+from util.evaluation.metrics import accuracies
 from util.evaluation.neighbours import nearest_neighbours
 from util.misc import amp_dtype, autocast, is_main_process
 from util.plots.masks import mask_picture
@@ -122,8 +123,7 @@ class Monitor:
         )
         model.train()
         nearest = nearest_neighbours(train.features, val.features, min(5, len(train)), device=self.device)[1]
-        right = (train.labels[nearest] == val.labels[:, None]).double()
-        acc1, acc5 = 100 * right[:, 0].mean().item(), 100 * right.amax(dim=1).mean().item()
+        acc1, acc5 = (accuracy.item() for accuracy in accuracies(train.labels[nearest], val.labels))
         logger.info("nearest neighbour (quick check): Acc@1 %.2f  Acc@5 %.2f", acc1, acc5)
         return {"knn/acc1": acc1, "knn/acc5": acc5}
 

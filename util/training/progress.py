@@ -124,7 +124,8 @@ class EpochLog:
         args: Namespace,
         mean: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = mean_of_processes,
     ):
-        self.epoch, self.iterations, self.first = start.epoch, iterations, start.steps_done * args.accum_iter
+        self.epoch, self.iterations, self.accum_iter = start.epoch, iterations, args.accum_iter
+        self.first = start.steps_done * args.accum_iter
         self.loss_guard, self.log_writer, self.mean = loss_guard, log_writer, mean
         self.buffer, self.interval, self.averages = MetricBuffer(), Averages(), Averages()
         self.settings: dict[int, dict[str, float]] = {}
@@ -155,7 +156,7 @@ class EpochLog:
     def collect(self) -> None:
         """Fetch the values of all iterations so far from the device, check them and add them up."""
         for iteration, values in self.buffer.fetch():
-            step = self.epoch * self.iterations + iteration
+            step = (self.epoch * self.iterations + iteration) // self.accum_iter
             scales = {name: value for name, value in values.items() if name.endswith("loss_scale")}
             losses = {name: values[name] for name in values if not name.startswith("mask/") and name not in scales}
             before = self.loss_guard.skipped
@@ -223,6 +224,12 @@ def drop_log_lines(log: Path, start_epoch: int) -> None:
     if len(kept) < len(lines):
         logger.warning("%s: dropped %d lines of epochs that are trained again", log, len(lines) - len(kept))
     write_text(log, "".join(map(as_line, kept)))
+
+
+def has_epochs(folder: Path) -> bool:
+    """Whether its log.txt has a line: it is empty during a run's first epoch."""
+    log = folder / LOG
+    return log.is_file() and log.stat().st_size > 0
 
 
 def read_log(path: Path) -> list[dict]:
