@@ -22,7 +22,7 @@ import main_pretrain
 
 KILLS = int(os.environ.get("KILLS", 12)) // 4  # of pretraining and fine-tuning, in one process and in two
 EPOCHS = 4 + 2 * KILLS  # long enough that no run ends before its last kill
-LENGTH = ("--shapes_images", 480, "--epochs", EPOCHS, "--save_every", 2, "--save_minutes", 0.002)
+LENGTH = ("--shapes_images", 240, "--epochs", EPOCHS, "--save_every", 2)
 FLAGS = {
     main_pretrain: (*SMALL, *LENGTH, "--global_batch_size", 16),
     main_finetune: ("--model", "vit_micro_patch4", "--input_size", 16, *DATA, *LENGTH, "--drop_path", 0.1),
@@ -60,7 +60,7 @@ def test_killed_runs_end_as_if_nothing_had_happened(background, program, two_pro
 
     moments, resumed_within_an_epoch = random.Random(f"{name} {processes} {os.environ.get('KILLS_SEED')}"), 0
     for number in range(KILLS):
-        command = (ROOT / f"{name}.py", *flags, "--output_dir", folder, "--resume", "auto")
+        command = (ROOT / f"{name}.py", *flags, "--output_dir", folder, "--resume", "auto", "--save_minutes", 0.002)
         command = [*map(str, command), "--num_workers", str(moments.randrange(3))]
         saved_before = last_save(folder)
         process, said = background(torchrun(2, *command) if processes > 1 else [sys.executable, *command])

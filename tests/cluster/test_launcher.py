@@ -29,7 +29,7 @@ from util.training.launcher import (
     program_args,
 )
 
-RUN = (*SMALL, "--shapes_images", "480", "--epochs", "8", "--num_workers", "1", "--global_batch_size", "16")
+RUN = (*SMALL, "--shapes_images", "240", "--epochs", "8", "--num_workers", "1", "--global_batch_size", "16")
 
 
 def flags(*extra):
@@ -278,7 +278,7 @@ def test_interrupted_and_preempted_runs_go_on_and_end_the_same(submitted, slurm,
     assert "Job has timed out" in said(job.job_id)
     assert "9999 remaining timeouts" in said(job.job_id)
 
-    wait_until(lambda: said(job.job_id).count(" done, ") >= 3, lambda: said(job.job_id))
+    wait_until(lambda: said(job.job_id).count(" done, ") >= 2, lambda: said(job.job_id))
     slurm.run(
         *("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", f"--output={tmp_path}/urgent", "--wrap=sleep 1")
     )
@@ -300,7 +300,7 @@ def test_a_job_that_fails_is_reported_with_its_traceback(submitted, slurm, refer
 
 def test_an_array_of_evaluations(submitted, slurm, reference):
     jobs = submitted(
-        *("--nodes", 1, "--ngpus", 0, "--array", "seed=0,1", "distance=euclidean,cosine"),
+        *("--nodes", 1, "--ngpus", 0, "--array", "distance=euclidean,cosine"),
         *("--finetune", reference[0], *DATA),
         program=main_knn,
     )
@@ -308,7 +308,7 @@ def test_an_array_of_evaluations(submitted, slurm, reference):
     for job in jobs:
         assert slurm.wait(job.job_id, "COMPLETED", "FAILED") == "COMPLETED", said(job.job_id, "err")
     results = [(job.paths.folder / "results.jsonl").read_text() for job in jobs]
-    assert ["cosine" in line for line in results] == [False, True, False, True]
+    assert ["cosine" in line for line in results] == [False, True]
 
 
 def test_the_sbatch_file_of_the_documentation(slurm, reference, tmp_path):

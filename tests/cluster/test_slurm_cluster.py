@@ -34,23 +34,6 @@ def test_waiting_in_vain_shows_the_log_of_the_job(slurm, tmp_path):
         slurm.wait(999, "COMPLETED", timeout=0)
 
 
-def test_an_urgent_job_preempts_and_requeues_another(slurm, tmp_path):
-    events = tmp_path / "events"
-    loop = "while :; do sleep 0.1; done"
-    task = f"trap 'echo USR2 >> {events}' USR2; echo start $SLURM_RESTART_COUNT >> {events}; {loop}"
-    flags = ("--time=10", "--signal=USR2@60", "--requeue")
-    job = submit(slurm, tmp_path / "log", f'srun sh -c "{task}"', *flags)
-    wait_until(events.exists)
-
-    urgent = submit(slurm, tmp_path / "urgent", "true", "--partition=urgent", "--nodes=2", "--exclusive")
-    wait_until(lambda: events.read_text().split() == ["start", "USR2"])  # at once: it now has the GraceTime
-    assert slurm.restarts(job) == 0
-    slurm.wait(urgent, "COMPLETED")
-    wait_until(lambda: events.read_text().split() == ["start", "USR2", "start", "1"])
-    assert slurm.restarts(job) == 1
-    slurm.run("scancel", job)
-
-
 def test_nothing_remains_of_a_cluster_with_a_running_job(tmp_path, slurm):
     with Cluster() as cluster:
         job = submit(cluster, tmp_path / "log", "srun sh -c 'trap true TERM; echo $$; while :; do sleep 0.1; done'")

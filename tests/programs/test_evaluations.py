@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from processes import ROOT, run_to_end, torchrun
 from small_runs import DATA
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -476,14 +475,6 @@ def test_two_processes_name_unreadable_images_once(two_processes, tmp_path, chec
     assert "cat/0.png" in err
     assert "eel/0.png" in err
     assert lines(tmp_path / "out")[0]["images"] == {"train": 9, "test": 1, "unreadable": 2}
-
-
-@pytest.mark.slow
-def test_two_processes_report_a_mistake(tmp_path):
-    flags = ("--finetune", tmp_path / "none.pth", "--output_dir", tmp_path / "out")
-    done = run_to_end(torchrun(2, ROOT / "main_knn.py", *SHAPES, *flags))
-    assert done.returncode != 0
-    assert "none.pth: No such file or directory" in done.stderr
 
 
 def test_evaluations_can_be_compared(evaluate, program, tmp_path):
