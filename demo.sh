@@ -72,7 +72,7 @@ if [ $labels = yes ]; then
         evaluate linprobe $run --batch_size $probe --cache_features --runs 3 --lr_grid 1 3 10 30
         evaluate fewshot $run
     done
-    say "5/6  Compare. A gain is significant if p < 0.001 (*); do not expect one at this size, after minutes."
+    say "5/6  Compare. A gain is significant if p < 0.001 (*); do not expect one from so small a model after a few minutes."
     program main_compare.py "$out"/eval/{mae,clmae,predictive} --names "${names[@]}" --output_dir "$out/compare" \
         || [ $? -eq 2 ]
 else
@@ -94,4 +94,4 @@ program main_visualize.py "$out"/{mae,clmae,predictive} --names "${names[@]}" "$
 say "Done. Look at"
 ls "$out"/pictures/* "$out"/compare/*.png 2>/dev/null || true
 echo "Open the report in a browser and drag its slider through training: $PWD/$out/report.html"
-echo "README.md explains each step, for your own data and settings."
+echo "For these steps with your own settings, see README.md; for your own images: DATA=path/to/images make demo"

@@ -124,7 +124,8 @@ def main(args: Namespace) -> None:
     for shots, values in metrics.items():
         report.accuracies(values, int(shots))
     settings = {"l2": args.l2, "allow_fewer": args.allow_fewer}
-    path = report.write(Outcome(test, top5, seeds, settings, len(train), {"shots": metrics}))
+    outcome = Outcome(test, top5, seeds, settings, len(train), {"shots": metrics}, {"shots": args.shots})
+    path = report.write(outcome)
     if path:
         save_draws(subject, train, draws, seeds, path.with_suffix(".draws.json"))
 

@@ -35,6 +35,7 @@ PAPER = {"norm_pix_loss": True, "num_classes": 200, "lr": 0.0024, "epochs": 400,
 PAPER_MASKS = {
     "masking": "curriculum",
     "mask_ratio": 0.75,
+    "mask_ratio_start": None,
     "select": "threshold",
     "soft": "tokens",
     "kl": "tallied",

@@ -417,7 +417,9 @@ class Masking:
         self.settings, self.grid, self.module = settings, grid, module
         strategy = find_strategy(settings.masking)
         self.learned = strategy(settings) if isinstance(strategy, type) else None
-        self.function: Strategy = random if isinstance(strategy, type) else strategy
+        self.function: Strategy = (
+            random if isinstance(strategy, type) else strategy
+        )  # random: before a module has values
 
     @property
     def follows_curriculum(self) -> bool:

@@ -11,7 +11,7 @@ from benchmarks.timing import alternate
 
 @dataclass(frozen=True)
 class Cost:
-    """Of an iteration, relative to random masks. Times alternate in one process: the median ratio, and its range."""
+    """Cost of an iteration relative to random masks. Times alternate in one process: median ratio and its range."""
 
     time: float
     fastest: float

@@ -10,22 +10,15 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.costs import Cost
-from experiments.paired import (
-    FEWEST_SEEDS,
-    LEVEL,
-    Differences,
-    Estimate,
-    estimate_all,
-    measure_noise,
-    seeds_needed,
-)
+from experiments.paired import FEWEST_SEEDS, LEVEL, Estimate, estimate_all, measure_noise, seeds_needed
 from experiments.probe import FEATURES, PARTS, ProbedRun
+from experiments.strategies import STRATEGIES
 from util.checkpoint import write_text
 from util.cli import UserError
 from util.evaluation.tables import Cell, Group, Table, csv_text, p_value
-from util.plots.style import COLOURS, MARKERS, save_figure, verbatim
+from util.plots.style import look, save_figure, tidy, verbatim
 
-EFFECT = 0.5  # points: the difference that a benchmark should be able to tell from none
+EFFECT = 0.5  # points: the smallest difference a benchmark should detect
 FEATURE_NAMES = {"mean": "mean token", "cls": "[CLS] token", "both": "both tokens"}
 
 
@@ -41,7 +34,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Standing:
-    """What is known of an entry; accuracies and differences are in points."""
+    """An entry's results; accuracies and differences are in points."""
 
     entry: Entry
     measure: str
@@ -77,7 +70,7 @@ def standings(
     check_same(probes)
     known = [entry for entry in entries if probes.get(entry.label)]
     scores = {entry.label: scores_of(probes[entry.label], measure, part) for entry in known}
-    compared = {entry.label: shared for entry in known if (shared := over_baseline(entry, scores))}
+    compared = {entry.label: shared for entry in known if (shared := over_baseline(entry, scores)) is not None}
     epochs = {entry.label: entry.epochs for entry in entries}
     families: dict[tuple[str, bool], list[str]] = {}
     for entry in known:
@@ -112,17 +105,17 @@ def scores_of(probes: dict[int, ProbedRun], measure: str, part: str) -> dict[int
     return found
 
 
-def over_baseline(entry: Entry, scores: dict[str, dict[int, np.ndarray]]) -> Differences | None:
-    """To the baseline's same seeds; None where there are none, and for a baseline."""
+def over_baseline(entry: Entry, scores: dict[str, dict[int, np.ndarray]]) -> np.ndarray | None:
+    """Differences from the baseline with the same seeds; None for a baseline, or without common seeds."""
     own, base = scores[entry.label], scores.get(entry.baseline, {})
-    seeds = tuple(seed for seed in own if seed in base)
+    seeds = [seed for seed in own if seed in base]
     if not seeds or entry.label == entry.baseline:
         return None
-    return Differences(seeds, np.stack([own[seed] - base[seed] for seed in seeds]))
+    return np.stack([own[seed] - base[seed] for seed in seeds])
 
 
 def check_same(probes: Probes) -> None:
-    """Images are paired by their place."""
+    """Scores are paired by position, so all runs need the same images."""
     every = [probe for of_label in probes.values() for probe in of_label.values()]
     for probe in every[1:]:
         if probe.images != every[0].images:
@@ -136,21 +129,20 @@ def leaderboard_table(rows: Sequence[Standing]) -> Table:
     lines = []
     for row in rows:
         gain, cost = row.gain, row.cost
-        cells = [Cell(str(row.entry.epochs)), Cell(str(row.seeds)), Cell(f"{row.accuracy:.2f}")]
+        texts = [str(row.entry.epochs), str(row.seeds), f"{row.accuracy:.2f}"]
         if gain:
-            cells += [Cell(f"{gain.mean:+.2f}"), Cell(shown_interval(gain.interval))]
-            cells += [
-                Cell(shown_interval(gain.simultaneous)),
-                Cell("-" if gain.p_holm is None else p_value(gain.p_holm)),
-            ]
+            p = "-" if gain.p_holm is None else p_value(gain.p_holm)
+            texts += [f"{gain.mean:+.2f}", shown_interval(gain.interval), shown_interval(gain.simultaneous), p]
         else:
-            cells += [Cell("")] * 4
-        cells += [Cell(f"{cost.time:.2f}" if cost else "-"), Cell(f"{row.compute:.2f}" if row.compute else "-")]
-        cells += [Cell(f"{cost.gflop:.3g}" if cost else "-"), Cell(f"{cost.memory:.2f}" if cost else "-")]
-        lines.append(([row.entry.label, row.verdict], cells))
+            texts += [""] * 4
+        if cost and row.compute:
+            texts += [f"{cost.time:.2f}", f"{row.compute:.2f}", f"{cost.gflop:.3g}", f"{cost.memory:.2f}"]
+        else:
+            texts += ["-"] * 4
+        lines.append(([row.entry.label, row.verdict], list(map(Cell, texts))))
     groups = [
         Group("", ["epochs", "seeds", "Acc@1"]),
-        Group("over its baseline:", ["gain", "95 %", "95 %, all together", "p (Holm)"]),
+        Group("over its baseline:", ["gain", "95 %", "simultaneous 95 %", "p (Holm)"]),
         Group("cost:", ["step / random", "compute", "GFLOP", "GB"]),
     ]
     return Table(f"Leaderboard: {shown_measure(rows[0].measure)}, {shown_part(rows[0].part)}", ["", ""], groups, lines)
@@ -233,43 +225,48 @@ def leaderboard_csv(rows: Sequence[Standing]) -> str:
 def leaderboard_figure(rows: Sequence[Standing]) -> Figure:
     """Gains over the baseline by strategy, and accuracy against compute where that was measured.
 
-    Thin bars are simultaneous intervals of the gains, which decide; thick ones are those of each gain alone.
+    Thin bars are simultaneous intervals of the gains, which decide; thick ones are those of each gain alone. Rows with
+    too few seeds for an interval are hollow. A strategy looks the same in every figure.
     """
     figure = Figure(figsize=(11, 1.6 + 0.28 * len(rows)), layout="constrained")
     gains, compute = figure.subplots(1, 2, width_ratios=[1, 1.1])
     shortest = min((row.entry.epochs for row in rows if row.verdict == "baseline"), default=rows[0].entry.epochs)
     for at, row in enumerate(rows):
-        colour, marker = COLOURS[at % len(COLOURS)], MARKERS[at % len(MARKERS)]
-        style = {"color": colour, "marker": marker, "markersize": 6, "linestyle": "none"}
-        mean = row.gain.mean if row.gain else 0.0
-        gains.plot([mean], [at], **style)
-        for interval, width in ((row.gain and row.gain.simultaneous, 1), (row.gain and row.gain.interval, 3)):
+        is_baseline, alone, together = row.verdict == "baseline", None, None
+        if row.gain:
+            alone, together = row.gain.interval, row.gain.simultaneous
+        known, mean = [*STRATEGIES, row.entry.strategy], row.gain.mean if row.gain else 0.0  # a user's own come last
+        style = look(known.index(row.entry.strategy)) | ({"color": "black"} if is_baseline else {})
+        points = {"markersize": 7, "linestyle": "none", "fillstyle": "full" if is_baseline or alone else "none"}
+        gains.plot([mean], [at], **style, **points)
+        for interval, width in ((together, 1), (alone, 3)):
             if interval:
-                gains.plot(interval, [at, at], color=colour, linewidth=width)
+                gains.plot(interval, [at, at], color=style["color"], linewidth=width)
         if row.cost:
-            x, interval = row.cost.time * row.entry.epochs / shortest, row.gain and row.gain.simultaneous
-            compute.plot([x], [row.level], **style)
-            if interval:
-                compute.plot([x, x], [row.level - mean + end for end in interval], color=colour, linewidth=0.7)
+            x = row.cost.time * row.entry.epochs / shortest
+            compute.plot([x], [row.level], **style, **points)
+            if together:
+                ends = [row.level - mean + end for end in together]
+                compute.plot([x, x], ends, color=style["color"], linewidth=0.7)
         if row.verdict == "baseline":
             compute.axhline(row.accuracy, color="0.6", linewidth=1, linestyle="--")
     gains.axvline(0, color="0.6", linewidth=1, linestyle="--")
-    gains.set_yticks(range(len(rows)), labels=[verbatim(row.entry.label) for row in rows])
+    few = [f" ({row.seeds} seed{'s' * (row.seeds > 1)})" if row.seeds < FEWEST_SEEDS else "" for row in rows]
+    names = [verbatim(row.entry.label) for row in rows]
+    gains.set_yticks(range(len(rows)), labels=[f"{name}{seeds}" for name, seeds in zip(names, few, strict=True)])
     gains.invert_yaxis()
-    gains.set_xlabel("gain over random masks (points), with 95 % intervals")
+    gains.set_xlabel("gain over random masks (points)\n95 % intervals: alone (thick) and simultaneous (thin)")
     compute.set_xscale("log", base=2)
     left, right = compute.get_xlim()
     fine, coarse = (0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.5, 2), (0.25, 0.5, 0.7, 1, 1.4, 2, 3, 4, 6, 8, 12, 16)
     ticks = [tick for tick in (fine if right < 2 * left else coarse) if left <= tick <= right]
     compute.set_xticks(ticks, labels=map(str, ticks))
     compute.minorticks_off()
-    compute.set_xlabel("compute over random masks': measured step time x epochs")
+    compute.set_xlabel("compute relative to random masks\n(measured step time x epochs)")
     compute.set_ylabel("Acc@1 (%)")
     figure.suptitle(f"Linear probe: {shown_measure(rows[0].measure)}; {shown_part(rows[0].part)}", fontsize=10)
     for axes in (gains, compute):
-        axes.grid(color="0.92")
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
+        tidy(axes)
     return figure
 
 

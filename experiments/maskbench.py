@@ -110,7 +110,7 @@ def strategy_flags(name: str) -> list[str]:
 
 
 def shared_flags(args: Namespace) -> list[str]:
-    """Of all pretrainings, without the places of files."""
+    """Flags that all pretrainings share, without file locations."""
     scale = SCALES[args.scale]
     return [*scale.pretrain.split(), "--data_set", args.data_set, *scale.data[args.data_set].split(), *args.pretrain]
 
@@ -149,7 +149,7 @@ def own_flags(entry: Entry, args: Namespace) -> list[str]:
 
 
 def archived_flags(entry: Entry, args: Namespace) -> str:
-    """What an archived run has to share with one that would be made now: of your own strategy, the file's content."""
+    """Flags that an archived run must match; your own strategy is identified by its file's content."""
     own = own_flags(entry, args)
     if entry.strategy not in STRATEGIES:
         path, _, function = entry.strategy.rpartition(":")
@@ -158,7 +158,7 @@ def archived_flags(entry: Entry, args: Namespace) -> str:
 
 
 def archived_entries(archive: Archive, costs: dict[str, Cost], args: Namespace) -> list[Entry]:
-    """What the archive has of all strategies, at the same lengths and with the same seeds."""
+    """Entries for archived results of any strategy, with the same lengths and seeds."""
     known = [name for name in STRATEGIES if name in costs or args.equal == ["epochs"]]
     everything = plan_entries(Namespace(**{**vars(args), "strategies": known}), costs)
     return [entry for entry in everything if any((entry.label, seed) in archive.probes for seed in args.seeds)]
@@ -177,7 +177,7 @@ def plan_bench(entry: Entry, seed: int, args: Namespace) -> Run:
 
 
 def estimated_hours(planned: list[Entry], args: Namespace) -> float:
-    """By FLOPs, from the hours of the scale's own run; --pretrain may change its model, images and epochs."""
+    """Scaled by FLOPs from the hours of the scale's own run; --pretrain may change model, images and epochs."""
     ours, usual = (parse(shared_flags(Namespace(**{**vars(args), "pretrain": own}))) for own in (args.pretrain, []))
     lengths = (STRATEGIES.get(entry.strategy, STRATEGIES[BASELINE]).flops * entry.epochs for entry in planned)
     return SCALES[args.scale].hours * epoch_flops(ours) / epoch_flops(usual) * sum(lengths) / usual.epochs
@@ -196,7 +196,7 @@ def epoch_flops(settings: Namespace) -> float:
 
 
 def known_costs(archive: Archive, args: Namespace) -> dict[str, Cost]:
-    """Measured once, so that all runs of equal compute rest on the same numbers; those of other settings are none."""
+    """Saved costs, so that all equal-compute runs use the same numbers; costs from other settings are ignored."""
     file = costs_file(args)
     if not file.exists():
         return archive.costs
@@ -217,7 +217,7 @@ def costs_file(args: Namespace) -> Path:
 
 
 def measure_costs(archive: Archive, args: Namespace) -> dict[str, Cost]:
-    """Of all strategies that have none yet, beside random masks, in one alternating measurement."""
+    """Costs of all strategies; those not yet known are timed alternately with random masks."""
     costs = known_costs(archive, args)
     new = [name for name in args.strategies if name not in costs]
     if not new:
@@ -250,7 +250,7 @@ def bench_args(name: str, args: Namespace) -> Namespace:
 
 
 def collect_probes(runs: dict[Entry, list[Run]], archive: Archive, args: Namespace) -> Probes:
-    """Of what is finished, which is added to the archive, and of what the archive has."""
+    """Results of finished runs, which are added to the archive, and archived results."""
     found: Probes = {}
     for entry, of_entry in runs.items():
         for each in of_entry:
@@ -305,7 +305,7 @@ def write_html(
 ) -> Path:
     """The tables, below the masks of each strategy's first finished run."""
     first = {entry.label: each for entry, of_entry in runs.items() for each in reversed(of_entry) if finished(each)}
-    place = ["--data_path", args.data_path] if args.data_path else []
+    place = ["--data_set", args.data_set, "--data_path", args.data_path] if args.data_path else []
     folders = [str(each.folder) for each in first.values()]
     shown = visualize.get_args_parser().parse_args([*folders, "--names", *first, "--html", str(path), *place])
     return visualize.write_report(visualize.checkpoints_by_run(shown), shown, visualize.tables_section(tables, notes))
@@ -317,7 +317,7 @@ def finished(each: Run) -> bool:
 
 EXPLANATIONS = [
     "gain: points over random masks of the same seeds and images; 95 %: interval over seeds and images, from "
-    f"{FEWEST_SEEDS} seeds on; all together: the intervals hold simultaneously, and decide",
+    f"{FEWEST_SEEDS} seeds on; simultaneous 95 %: these intervals hold for all strategies at once, and decide",
     "p (Holm): corrected, as are the intervals, for the number of strategies at the same epochs or the same compute",
     "step / random: median ratio of measured times; compute: that times the epochs, over the baseline's; GFLOP per "
     "image, forward and backward; GB: peak memory of an iteration",
@@ -327,7 +327,7 @@ EXPLANATIONS = [
 
 
 def settle_costs(archive: Archive, args: Namespace) -> dict[str, Cost]:
-    """Measured here, unless nothing is to be run, or runs are elsewhere and do not depend on them."""
+    """Known costs; missing ones are measured here if runs start here or their length depends on them."""
     costs, by_time = known_costs(archive, args), "compute" in args.equal
     unknown = [name for name in args.strategies if name not in costs]
     idle = args.dry_run or args.table_only
@@ -341,7 +341,7 @@ def settle_costs(archive: Archive, args: Namespace) -> dict[str, Cost]:
 
 
 def check_images(archive: Archive, example: Run, args: Namespace) -> None:
-    """Runs on other images than the archive's could not be compared: say so before they are made."""
+    """Fail before any run whose results could not be paired with the archive's."""
     if archive.probes and args.cluster == "local":
         trained = example.pretrain.args()
         main_pretrain.check_args(trained)

@@ -21,14 +21,6 @@ FEWEST_SEEDS = 3  # with two, an interval is 13 times as wide as its error
 
 
 @dataclass(frozen=True)
-class Differences:
-    """Of a strategy to its baseline: scores [S, N] of the same images, with the same seeds."""
-
-    seeds: tuple[int, ...]
-    values: np.ndarray
-
-
-@dataclass(frozen=True)
 class Estimate:
     """A mean difference; intervals and p-values are None where there are too few seeds."""
 
@@ -46,20 +38,21 @@ class Estimate:
         return "better" if low > 0 else "worse" if high < 0 else "undecided"
 
 
-def estimate_all(differences: Sequence[Differences]) -> list[Estimate]:
-    """All differences of a family: those with enough seeds share the level of the simultaneous intervals."""
+def estimate_all(differences: Sequence[np.ndarray]) -> list[Estimate]:
+    """Of a family of strategies, each with the differences [S, N] of its scores from the baseline's, with the same
+    seeds on the same images. Those with enough seeds share the level of the simultaneous intervals."""
     from scipy import stats  # here, because it takes half a second to import
 
-    means = [float(each.values.mean()) for each in differences]
+    means = [float(each.mean()) for each in differences]
     estimates = [Estimate(mean) for mean in means]
-    known = [at for at, each in enumerate(differences) if len(each.seeds) >= FEWEST_SEEDS]
-    errors = {at: standard_error(differences[at].values) for at in known}
+    known = [at for at, each in enumerate(differences) if len(each) >= FEWEST_SEEDS]
+    errors = {at: standard_error(differences[at]) for at in known}
     p = {}
     for at in known:
         t = abs(means[at]) / errors[at] if errors[at] else math.inf if means[at] else 0.0
-        p[at] = 2 * float(stats.t.sf(t, len(differences[at].seeds) - 1))
+        p[at] = 2 * float(stats.t.sf(t, len(differences[at]) - 1))
     for at, corrected in zip(known, holm(np.array(list(p.values()))), strict=True):
-        freedom = len(differences[at].seeds) - 1
+        freedom = len(differences[at]) - 1
         alone, together = (stats.t.ppf((1 + level) / 2, freedom) for level in (LEVEL, LEVEL ** (1 / len(known))))
         one, all_ = ((means[at] - q * errors[at], means[at] + q * errors[at]) for q in map(float, (alone, together)))
         estimates[at] = Estimate(means[at], one, all_, p[at], float(corrected))
@@ -111,8 +104,8 @@ def measure_noise(accuracies: np.ndarray) -> Noise:
     )
 
 
-def seeds_needed(deviation: float, effect: float = 0.5, power: float = 0.8, alpha: float = 1 - LEVEL) -> int:
-    """The fewest seeds with which a two-sided t-test tells a mean difference of `effect` from none."""
+def seeds_needed(deviation: float, effect: float, power: float = 0.8, alpha: float = 1 - LEVEL) -> int:
+    """The fewest seeds with which a two-sided t-test detects a mean difference of `effect`."""
     from scipy import stats
 
     def achieved(seeds: int) -> float:

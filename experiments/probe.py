@@ -135,7 +135,7 @@ class TokenEncoder:
 
 
 def last_checkpoints(folder: Path, number: int) -> list[Path]:
-    """Of the last epochs, oldest first."""
+    """Checkpoints of the last `number` epochs, oldest first."""
     found = numbered_checkpoints(folder)[:number][::-1]
     if len(found) < number or number_of(found[-1]) - number_of(found[0]) >= number:
         raise UserError(
@@ -220,7 +220,7 @@ def find_unseen(args: Namespace) -> UnseenImages:
 
 
 def images_of(args: Namespace, trained: dict) -> str:
-    """What `ProbedRun.images` of a run with these flags will be, if all images can be read."""
+    """The `ProbedRun.images` that a run with these flags gets if every image is readable."""
     return hash_of_names(np.array(find_unseen(settle_probe_args(args, trained)).names()))
 
 
@@ -258,17 +258,6 @@ def probe_all(
     return top5.view(num_encoders, len(FEATURES), len(unseen), 5)
 
 
-class ProbeReport(Report):
-    """Predictions of the last checkpoint's mean token, as any evaluation has them, and the hits of all probes."""
-
-    probed: ProbedRun
-
-    def arrays(self, outcome: Outcome) -> dict:
-        found = self.probed
-        own = {"encoders": np.array(found.encoders), "features": np.array(FEATURES)}
-        return super().arrays(outcome) | own | {"hits": found.hits, "held_out": found.held_out}
-
-
 def settle_probe_args(args: Namespace, trained: dict) -> Namespace:
     """The run's own flags say which images and which kind of encoder; those given here come on top."""
     given = {name: value for name, value in vars(args).items() if value is not None}
@@ -294,7 +283,7 @@ def main(args: Namespace) -> None:
     subject = Subject(
         args, encoder, device, paths[-1], file_hash(paths[-1]), None, datasets, {"val": names}, FeatureCache(None)
     )
-    report = ProbeReport(subject, PROTOCOL)
+    report = Report(subject, PROTOCOL)
 
     unseen = images.features(encoders, device, args)
     folds = torch.tensor([fold_of(names[at], args.folds, args.seed) for at in unseen.indices.tolist()])
@@ -304,13 +293,15 @@ def main(args: Namespace) -> None:
     hits = (top5[..., 0] == unseen.labels).numpy()
     chosen = np.array(names)[unseen.indices.numpy()]
     held_out = (unseen.indices < num_held_out).numpy()
-    report.probed = ProbedRun(paths[-1], hash_of_names(chosen), held_out, list(encoders), hits)
-    accuracies = report.probed.accuracies()
+    probed = ProbedRun(paths[-1], hash_of_names(chosen), held_out, list(encoders), hits)
+    accuracies = probed.accuracies()
     columns = list(next(iter(accuracies.values())))
     rows = [[measure, *(f"{values[part]:.2f}" for part in columns)] for measure, values in accuracies.items()]
     show_table(f"cross-fitted linear probes on {subject.data_name}, Acc@1 (%)", ["measure", *columns], rows)
     settings, fitted = {"folds": args.folds, "l2": args.l2, "last": args.last}, int((folds >= 0).sum())
-    report.write(Outcome(unseen, top5[final, :1], [args.seed], settings, fitted, {"measures": accuracies}))
+    arrays = {"encoders": probed.encoders, "features": FEATURES, "hits": hits, "held_out": held_out}
+    # The predictions are those of the last checkpoint's mean token.
+    report.write(Outcome(unseen, top5[final, :1], [args.seed], settings, fitted, {"measures": accuracies}, arrays))
 
 
 if __name__ == "__main__":

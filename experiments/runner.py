@@ -1,4 +1,4 @@
-"""Do what a plan asks for: in a queue on this machine, or as job arrays of a SLURM cluster.
+"""Execute a plan: in a local queue, or as SLURM job arrays.
 
 Either way, what is done is skipped, and the same command resumes what was interrupted.
 """

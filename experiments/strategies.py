@@ -17,7 +17,8 @@ class MaskStrategy:
 CURRICULUM = "--masking curriculum --cmm_fraction 0.5 --soft"
 PREDICTIVE = "--masking predictive --cmm_strength"
 MILD = f"{PREDICTIVE} 0.5"
-CONTROL = "--masking curriculum --soft tokens"
+RELEASED = " ".join(["--masking curriculum --soft tokens", *RELEASED_FLAGS])
+
 STRATEGIES = {
     BASELINE: MaskStrategy("--masking random"),
     "random-0.6": MaskStrategy("--masking random --mask_ratio 0.6", 1.35),
@@ -41,7 +42,7 @@ STRATEGIES = {
     "predictive-partner": MaskStrategy(f"{MILD} --lambda_cl_end 0", 1.02, on_request=True),
     "predictive-adversary": MaskStrategy(f"{MILD} --lambda_cl_start 0", 1.02, on_request=True),
     "predictive-ratio": MaskStrategy(f"{MILD} --mask_ratio_start 0.65 --mask_ratio 0.85", 1.02, on_request=True),
-    "released": MaskStrategy(f"{CONTROL} {' '.join(RELEASED_FLAGS)}", 4.02, on_request=True),  # the authors' code
+    "released": MaskStrategy(RELEASED, 4.02, on_request=True),  # the authors' code
 }
 
 

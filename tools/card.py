@@ -63,8 +63,8 @@ def code(title: str, lines: str) -> list[str]:
 
 
 def training_command(args: dict, data: str | None, masking: str) -> str:
-    """The flags of a pretraining that differ from their defaults. Files go by their names: where they lay is nobody's
-    business."""
+    """The flags of a pretraining that differ from their defaults. Files are named without their folders, which may be
+    private."""
     given = {name: value for name, value in args.items() if name not in FREE} | {"masking": masking}
     if "batch_size" in args:  # however it was shared out
         given["global_batch_size"] = args["batch_size"] * args.get("world_size", 1) * args.get("accum_iter", 1)

@@ -154,11 +154,13 @@ def describe(checkpoint: dict, model: Model) -> dict[str, str]:
     """The header of a safetensors file. What is not known has no entry. transformers needs its "format"."""
     whole = isinstance(model, MaskedAutoencoderViT)
     own = {"format": "pt", "model": ("mae_" if whole else "") + name_of(model), "input_size": list(image_size(model))}
-    return header((checkpoint.get("metadata") or training(checkpoint)) | own)
+    args = ckpt.settings_of(checkpoint)  # of another library's snapshot: read from the files next to the weights
+    known = {name: args.get(name) for name in ("mask_ratio", "norm_pix_loss", "mean", "std")}
+    return header(known | (checkpoint.get("metadata") or training(checkpoint)) | own)
 
 
 def header(entries: dict) -> dict[str, str]:
-    """Text, or JSON where a value is none."""
+    """Strings as they are, other values as JSON."""
     known = {name: value for name, value in entries.items() if value is not None}
     return {name: value if isinstance(value, str) else json.dumps(value) for name, value in known.items()}
 
@@ -173,8 +175,8 @@ def training(checkpoint: dict) -> dict[str, object]:
         "planned_epochs": args.get("epochs"),
         "data": trained_on(args),
         "images": images and int(images[1]),
-        "command": training_command(args, trained_on(args), masks) if method(args) else None,
-        **{name: args.get(name) for name in ("mask_ratio", "norm_pix_loss", "commit", "mean", "std")},
+        "command": training_command(args, trained_on(args), masks) if method(args) and "epochs" in args else None,
+        "commit": args.get("commit"),
     }
 
 
@@ -186,13 +188,13 @@ def method(args: dict) -> str | None:
 
 
 def masking_name(masking: str) -> str:
-    """Of a strategy in a file of one's own: the file's folder is nobody's business, either."""
+    """The name of a strategy; a user's file without its folder, which may be private."""
     path, _, name = masking.rpartition(":")
     return f"{PurePath(path).name}:{name}" if path else name
 
 
 def trained_on(args: dict) -> str | None:
-    """The set, or the folder's name; where that folder lies is nobody's business."""
+    """The data set, or the folder's name without its location."""
     if args.get("data_set", "folder") != "folder":
         return args["data_set"]
     return named_folder(args.get("data_path") or "").name or None

@@ -26,7 +26,7 @@ def sum_of(record: dict) -> list[str]:
 
 
 def append_record(path: Path, record: dict) -> None:
-    """Onto the disk, as a line of its own, whatever was cut short before it or is appended at the same time."""
+    """Append and sync, on a line of its own even after a truncated line or concurrent appends."""
     with open(path, "ab+") as file:
         with suppress(OSError):  # some file systems have no locks
             fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed

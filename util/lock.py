@@ -1,4 +1,4 @@
-"""One run at a time in a folder: a second is told who the first is.
+"""One run at a time per folder: a second run is refused and told which process holds it.
 
 The system's lock (flock) goes with its process, however that ends: what a kill leaves behind blocks nobody. On file
 systems without it, a file with a heartbeat stands in, and counts for nothing once the heartbeat has stopped.
@@ -72,7 +72,7 @@ def take(path: Path) -> "SystemLock | Heartbeat | None":
 
 open_locks: set[int] = set()
 # Loader processes outlive a killed run for seconds, and would hold what they inherit.
-os.register_at_fork(after_in_child=lambda: [os.close(number) for number in open_locks])
+os.register_at_fork(after_in_child=lambda: [os.close(open_locks.pop()) for _ in range(len(open_locks))])
 
 
 class SystemLock:

@@ -5,14 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from experiments.paired import (
-    Differences,
-    estimate_all,
-    holm,
-    measure_noise,
-    seeds_needed,
-    standard_error,
-)
+from experiments.paired import estimate_all, holm, measure_noise, seeds_needed, standard_error
 
 
 def simulated(rng, truths, seeds, images=200, by_seed=0.6, by_image=2.2, by_pair=6.0):
@@ -21,7 +14,7 @@ def simulated(rng, truths, seeds, images=200, by_seed=0.6, by_image=2.2, by_pair
     base = rng.normal(0, by_seed, (seeds, 1))
     for truth in truths:
         own = rng.normal(0, by_seed, (seeds, 1)) + rng.normal(0, by_image, images)
-        yield Differences(tuple(range(seeds)), truth + own - base + rng.normal(0, by_pair, (seeds, images)))
+        yield truth + own - base + rng.normal(0, by_pair, (seeds, images))
 
 
 @pytest.mark.parametrize(("seeds", "strategies"), [(3, 3), (5, 3), (5, 10)])
@@ -37,19 +30,19 @@ def test_intervals_hold_the_truth_at_least_as_often_as_they_say(seeds, strategie
 
 
 def test_a_large_gain_is_found_and_a_strategy_that_is_the_baseline_is_not():
-    same = Differences((0, 1, 2), np.zeros((3, 400)))
+    same = np.zeros((3, 400))
     (gain,) = simulated(np.random.default_rng(0), [5.0], seeds=8, images=400)
     better, none = estimate_all([gain, same])
     assert (better.verdict, none.verdict) == ("better", "undecided")
     assert better.p < 0.01
     assert better.p_holm == pytest.approx(2 * better.p)
     assert (none.mean, none.interval, none.p) == (0, (0, 0), 1)
-    assert better.simultaneous[0] < better.interval[0] < better.mean == pytest.approx(gain.values.mean())
+    assert better.simultaneous[0] < better.interval[0] < better.mean == pytest.approx(gain.mean())
 
 
 def test_too_few_seeds_have_a_mean_and_no_interval_and_count_for_no_correction():
-    many, few = Differences(tuple(range(5)), np.random.default_rng(0).normal(1, 1, (5, 30))), np.full((2, 30), 2.0)
-    first, second = estimate_all([many, Differences((0, 1), few)])
+    many, few = np.random.default_rng(0).normal(1, 1, (5, 30)), np.full((2, 30), 2.0)
+    first, second = estimate_all([many, few])
     assert (second.mean, second.interval, second.p, second.verdict) == (2, None, None, "")
     assert first == estimate_all([many])[0]
 
@@ -65,7 +58,7 @@ def test_an_error_has_a_part_of_seeds_one_of_images_and_the_noise_of_pairs_once(
 
 def test_critical_values_are_students_and_sidaks():
     values = np.random.default_rng(0).normal(1, 1, (5, 30))
-    one, two = estimate_all([Differences(tuple(range(5)), values)] * 2)
+    one, two = estimate_all([values] * 2)
     error = standard_error(values)
     assert one == two
     assert (one.interval[1] - one.mean) / error == pytest.approx(2.776, abs=1e-3)  # 97.5 % of t(4), from a table

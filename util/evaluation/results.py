@@ -24,7 +24,7 @@ Reading needs no torch, which takes seconds to import; writing imports it.
 
 import datetime
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +81,7 @@ class Outcome:
     settings: dict  # of the protocol; the subject knows those of the encoder and the data
     train_images: int
     details: dict  # further entries of the line
+    arrays: dict = field(default_factory=dict)  # further arrays of the .npz file
 
 
 class Report:
@@ -122,7 +123,7 @@ class Report:
     def arrays(self, outcome: Outcome) -> dict[str, Any]:
         names, test = self.subject.names["val"], outcome.test
         right = (outcome.top5 == test.labels[:, None]).numpy()
-        arrays = {
+        return {
             "images": np.array([names[i] for i in test.indices.tolist()]),
             "labels": test.labels.numpy().astype(np.int32),
             "top5": outcome.top5.numpy().astype(np.int32),
@@ -130,10 +131,7 @@ class Report:
             "correct5": right.any(axis=-1),
             "seeds": np.array(outcome.seeds),
             "classes": np.array(self.subject.classes),
-        }
-        if "shots" in outcome.details:
-            arrays["shots"] = np.array([int(shots) for shots in outcome.details["shots"]])
-        return arrays
+        } | outcome.arrays
 
     def line(self, outcome: Outcome, predictions: Path) -> dict:
         from util.evaluation.metrics import summary

@@ -23,9 +23,7 @@ CSV_COLUMNS = (
 TEX_NAMES = {"\\": "backslash", "~": "asciitilde", "^": "asciicircum", "<": "less", ">": "greater", "|": "bar"}
 TEX_ESCAPES = str.maketrans(
     {character: f"\\{character}" for character in "&%$#_{}"}
-    | {
-        character: f"{{{character}}}" for character in "[*"
-    }  # otherwise read as arguments of the \\ that ends the row above
+    | {character: f"{{{character}}}" for character in "[*"}  # else read as arguments of the \\ that ends the row above
     | {character: rf"\text{name}{{}}" for character, name in TEX_NAMES.items()}
 )
 

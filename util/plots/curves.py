@@ -5,7 +5,7 @@ import math
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from util.plots.style import COLOURS, MARKERS, verbatim
+from util.plots.style import look, tidy, verbatim
 
 # Title, key in log.txt, the value of a reference line, and what that line means.
 PANELS = (
@@ -24,26 +24,16 @@ def curve_figure(logs: dict[str, list[dict]]) -> Figure:
     for axes, (title, key, line, meaning) in zip(figure.subplots(2, 3).flat, PANELS, strict=True):
         for at, (name, log) in enumerate(logs.items()):
             points = [(entry["epoch"] + 1, entry[key]) for entry in log if key in entry]
-            style = {"color": COLOURS[at % len(COLOURS)], "marker": MARKERS[at % len(MARKERS)]}
-            axes.plot(*zip(*points, strict=True) if points else ([], []), **style, markersize=3, label=verbatim(name))
+            series = zip(*points, strict=True) if points else ([], [])
+            axes.plot(*series, **look(at), markersize=3, label=verbatim(name))
         if line is not None:
             axes.axhline(line, color="0.6", linewidth=1, linestyle="--")
-            axes.text(
-                0.02,
-                line,
-                meaning,
-                transform=axes.get_yaxis_transform(),
-                fontsize=7,
-                color="0.4",
-                ha="left",
-                va="bottom",
-            )
+            at_left = {"transform": axes.get_yaxis_transform(), "ha": "left", "va": "bottom"}
+            axes.text(0.02, line, meaning, fontsize=7, color="0.4", **at_left)
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("epochs", fontsize=9)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.grid(color="0.92")
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
+        tidy(axes)
         if not any(len(curve.get_xdata()) for curve in axes.lines[: len(logs)]):
             axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", color="0.5")
     figure.axes[2].legend(frameon=False, fontsize=9)
@@ -63,8 +53,7 @@ def few_shot_figure(data: str, curves: dict[str, list[tuple[int, float, float | 
             [number * aside for number in shots],
             acc,
             yerr=[math.nan if value is None else value for value in std],
-            color=COLOURS[at % len(COLOURS)],
-            marker=MARKERS[at % len(MARKERS)],
+            **look(at),
             markersize=5,
             linewidth=1.5,
             elinewidth=1,
@@ -78,8 +67,6 @@ def few_shot_figure(data: str, curves: dict[str, list[tuple[int, float, float | 
     axes.set_xlabel("labelled images per class (shots)")
     axes.set_ylabel("Acc@1 (%)")
     axes.set_title(verbatim(data))
-    axes.grid(color="0.9")
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    tidy(axes)
     axes.legend(frameon=False)
     return figure

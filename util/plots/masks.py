@@ -1,6 +1,7 @@
 """Pictures of masks and reconstructions: rows of images, many masks at once, one mask over training."""
 
 import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,16 +20,15 @@ from masking import mask_health
 from models_mae import MaskedAutoencoderViT
 from util.datasets import Values, pixel_statistics
 from util.plots.snapshot import Snapshot
-from util.plots.style import COLOURS, MARKERS, verbatim
+from util.plots.style import look, tidy, verbatim
 
 HEAT = "viridis"  # perceptually uniform, also in greyscale and for the colour-blind
-TILE, LABEL, BAR, TITLE, GAP = 1.0, 1.5, 0.75, 0.34, 0.04  # inches: an image, margins, a block's title, between rows
-MARGIN, NOTE, NARROWEST = (
-    0.08,
-    0.17,
-    4.8,
-)  # inches: around the figure, a line of a note, and the narrowest figure that fits a title
+# Inches.
+TILE, LABEL, BAR, TITLE = 1.0, 1.5, 0.75, 0.34  # an image, the margins on its left and right, a block's title
+ROW_GAP, BLOCK_GAP, MARGIN = 0.04, 0.35, 0.08  # between rows, between blocks side by side, around the figure
+NOTE, NARROWEST = 0.17, 4.8  # a line of a note, the narrowest figure that fits a title
 CHARACTERS = 16  # per inch of a note
+MOST_ABREAST = 10  # images; with more, blocks are stacked
 HEAT_ENDS = {"Z": ("hidden", "visible"), "predicted error": ("easy", "hard"), "how often hidden": ("never", "always")}
 HIDDEN = 0.9  # a light grey, rare in photographs
 
@@ -113,39 +113,44 @@ def masks_figure(blocks: list[Block]) -> Figure:
     columns, height, width, _ = blocks[0].images.shape
     tile_height = TILE * height / width
     strip_width = columns * TILE
-    size_x = max(LABEL + strip_width + BAR, NARROWEST)
+    alike = all(block.rows().keys() == blocks[0].rows().keys() for block in blocks)
+    bands = [blocks] if alike and columns * len(blocks) <= MOST_ABREAST else [[block] for block in blocks]
+    rows = [shown_rows(band, blocks[0], repeat=band[0] is blocks[0]) for band in bands]
+    lefts = [LABEL + at * (strip_width + BLOCK_GAP) for at in range(len(bands[0]))]
+    size_x = max(lefts[-1] + strip_width + BAR, NARROWEST)
     notes = [
         line
         for note in dict.fromkeys(block.note for block in blocks if block.note)
         for line in textwrap.wrap(note, int(CHARACTERS * (size_x - 2 * MARGIN)))
     ]
-    size_y = (
-        2 * MARGIN
-        + sum(TITLE + len(shown_rows(blocks, i)) * (tile_height + GAP) for i in range(len(blocks)))
-        + NOTE * len(notes)
-    )
+    size_y = 2 * MARGIN + sum(TITLE + len(of_band) * (tile_height + ROW_GAP) for of_band in rows) + NOTE * len(notes)
     figure = Figure(figsize=(size_x, size_y))
     top = size_y - MARGIN
-    for number, block in enumerate(blocks):
+    for band, of_band in zip(bands, rows, strict=True):
         top -= TITLE
-        figure.text(MARGIN / size_x, (top + 0.08) / size_y, block.title, fontsize=11, fontweight="bold")
-        for label, tiles in shown_rows(blocks, number).items():
+        for left, block in zip(lefts, band, strict=True):
+            x, size = (left, 9) if len(band) > 1 else (MARGIN, 11)
+            figure.text(x / size_x, (top + 0.08) / size_y, block.title, fontsize=size, fontweight="bold")
+        for label, strips in of_band.items():
             top -= tile_height
-            axes = figure.add_axes((LABEL / size_x, top / size_y, strip_width / size_x, tile_height / size_y))
-            draw_strip(axes, side_by_side(tiles))
-            axes.text(-0.1 / strip_width, 0.5, label, transform=axes.transAxes, ha="right", va="center", fontsize=10)
+            y, text_x = (top + tile_height / 2) / size_y, (LABEL - 0.1) / size_x
+            figure.text(text_x, y, label, ha="right", va="center", fontsize=10)
+            for left, tiles in zip(lefts, strips, strict=True):
+                place = (left / size_x, top / size_y, strip_width / size_x, tile_height / size_y)
+                draw_strip(figure.add_axes(place), side_by_side(tiles))
             if label in HEAT_ENDS:
-                place = ((LABEL + strip_width + 0.1) / size_x, top / size_y, 0.1 / size_x, tile_height / size_y)
+                place = ((lefts[-1] + strip_width + 0.1) / size_x, top / size_y, 0.1 / size_x, tile_height / size_y)
                 add_heat_bar(figure, figure.add_axes(place), HEAT_ENDS[label])
-            top -= GAP
+            top -= ROW_GAP
     figure.text(MARGIN / size_x, MARGIN / size_y, "\n".join(notes), fontsize=8, color="0.3")
     return figure
 
 
-def shown_rows(blocks: list[Block], number: int) -> dict[str, np.ndarray]:
-    """The rows of a block; the images are not repeated below those of the first."""
-    rows = blocks[number].rows()
-    if number and np.array_equal(blocks[number].images, blocks[0].images):
+def shown_rows(band: list[Block], first: Block, repeat: bool) -> dict[str, list[np.ndarray]]:
+    """The rows of blocks side by side; without `repeat`, images are left out if they are those of the first block."""
+    of_blocks = [block.rows() for block in band]
+    rows = {label: [of_block[label] for of_block in of_blocks] for label in of_blocks[0]}
+    if not repeat and np.array_equal(band[0].images, first.images):
         del rows["image"]
     return rows
 
@@ -178,98 +183,100 @@ def add_heat_bar(figure: Figure, axes: Axes, ends: tuple[str, str]) -> None:
 
 def diversity_figure(blocks: list[Block]) -> Figure:
     """Many images' masks, in one square per snapshot, which shows mode collapse (equal masks) at a glance."""
-    side = int(np.ceil(len(blocks[0].visible) ** 0.5))
-    columns = min(len(blocks), 4)
-    rows = -(-len(blocks) // columns)
-    figure = Figure(figsize=(3.4 * columns, 3.9 * rows + 0.5), layout=ConstrainedLayoutEngine(h_pad=0.15))
-    for block, axes in zip(blocks, figure.subplots(rows, columns, squeeze=False).flat, strict=False):
-        masks = wall(block.visible, side)
-        draw_strip(axes, masks)
-        axes.set_box_aspect(masks.shape[0] / masks.shape[1])
-        n = len(block.visible)
+    n = len(blocks[0].visible)
+    side = int(np.ceil(n**0.5))
+
+    def caption(block: Block) -> str:
         distinct = round(n * block.health["distinct"])
-        axes.set_title(
-            f"{block.title}\n{distinct} of {n} masks differ, distance {block.health['hamming']:.2f}", fontsize=9
-        )
-    for axes in figure.axes[len(blocks) :]:
-        axes.set_axis_off()
-    figure.supxlabel(
+        return f"{distinct} of {n} masks differ, distance {block.health['hamming']:.2f}"
+
+    note = (
         "Each square is one image's mask: yellow patches are visible, dark ones hidden.\n"
-        "Distance: the share of patches in which two masks differ, on average.",
-        fontsize=9,
+        "Distance: the share of patches in which two masks differ, on average."
     )
-    return figure
+    return panels(blocks, lambda block: wall(block.visible, side), caption, note)
 
 
 def positions_figure(blocks: list[Block]) -> Figure:
     """How often each position is visible, which shows at a glance whether masks depend on position, not content."""
+
+    def caption(block: Block) -> str:
+        share = block.visible.mean(axis=0)
+        return f"{(share == 0).mean():.0%} of the positions never visible, {(share == 1).mean():.0%} always"
+
+    note = (
+        f"How often a patch is visible in {len(blocks[0].visible)} images, from never (dark) to always (yellow).\n"
+        "Random masks show all positions equally often."
+    )
+    return panels(blocks, lambda block: block.visible.mean(axis=0), caption, note)
+
+
+def panels(
+    blocks: list[Block], pixels: Callable[[Block], np.ndarray], caption: Callable[[Block], str], note: str
+) -> Figure:
+    """One square per snapshot, up to four in a row."""
     columns = min(len(blocks), 4)
     rows = -(-len(blocks) // columns)
-    figure = Figure(figsize=(3.4 * columns, 3.6 * rows + 0.6), layout=ConstrainedLayoutEngine(h_pad=0.15))
+    figure = Figure(figsize=(3.4 * columns, 3.8 * rows + 0.5), layout=ConstrainedLayoutEngine(h_pad=0.15))
     for block, axes in zip(blocks, figure.subplots(rows, columns, squeeze=False).flat, strict=False):
-        share = block.visible.mean(axis=0)
-        draw_strip(axes, share)
-        axes.set_box_aspect(share.shape[0] / share.shape[1])
-        axes.set_title(
-            f"{block.title}\n{(share == 0).mean():.0%} of the positions never visible, "
-            f"{(share == 1).mean():.0%} always",
-            fontsize=9,
-        )
+        shown = pixels(block)
+        draw_strip(axes, shown)
+        axes.set_box_aspect(shown.shape[0] / shown.shape[1])
+        axes.set_title(f"{block.title}\n{caption(block)}", fontsize=9)
     for axes in figure.axes[len(blocks) :]:
         axes.set_axis_off()
-    n = len(blocks[0].visible)
-    figure.supxlabel(
-        f"How often a patch is visible in {n} images, from never (dark) to always (yellow).\n"
-        f"Random masks show all positions equally often.",
-        fontsize=9,
-    )
+    figure.supxlabel(note, fontsize=9)
     return figure
 
 
 def forensics_figure(measured: list[dict]) -> Figure:
     """Position maps of every checkpoint of every run, and below them the metrics of all runs over training."""
-    curves = [
-        name
-        for name in ("judge", "own", "edge", "mirror", "place", "visible")
-        if any(name in m["metrics"] for m in measured)
-    ]
+    names = ("judge", "own", "edge", "mirror", "place", "visible")
+    curves = [name for name in names if any(name in m["metrics"] for m in measured)]
     runs = list(dict.fromkeys(m["run"] for m in measured))
     most = max(np.max(m["positions"]) for m in measured)
-    columns = max(max(sum(m["run"] == run for m in measured) for run in runs), len(curves), 2)
-    figure = Figure(figsize=(2.3 * columns + 0.6, 2.5 * len(runs) + 2.8), layout="constrained")
-    axes = figure.subplots(len(runs) + 1, columns, squeeze=False, height_ratios=[1.0] * len(runs) + [1.15])
-    for row, run in enumerate(runs):
-        moments = [m for m in measured if m["run"] == run]
-        for at, moment in zip(axes[row], moments, strict=False):
-            share = np.array(moment["positions"])
-            at.imshow(share, cmap=HEAT, vmin=0, vmax=most, interpolation="nearest", aspect="auto")
-            at.set(xticks=[], yticks=[])
-            at.set_box_aspect(share.shape[0] / share.shape[1])
-            weight = "" if moment["lambda_cl"] is None else f", $\\lambda_{{CL}}$ {moment['lambda_cl']:+.2f}"
-            epoch = "" if moment["epoch"] is None else f"\nepoch {moment['epoch']}"
-            at.set_title(f"{verbatim(run)}{epoch}{weight}", fontsize=8)
-        scale = ScalarMappable(Normalize(0, most), cmap=HEAT)
-        bar = figure.colorbar(scale, ax=list(axes[row][: len(moments)]), fraction=0.02, pad=0.01)
-        bar.set_label("visible", fontsize=8)
-        bar.ax.tick_params(labelsize=7)
-    for at, name in zip(axes[-1], curves, strict=False):
-        for number, run in enumerate(runs):
-            points = [
-                (m["epoch"] or 0, m["metrics"][name]) for m in measured if m["run"] == run and name in m["metrics"]
-            ]
-            style = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
-            at.plot(*(zip(*points, strict=True) if points else ([], [])), **style, markersize=3, label=verbatim(run))
-        at.axhline({"judge": 1, "own": 1, "edge": 0}.get(name, np.nan), color="0.6", linewidth=1, linestyle="--")
-        at.set_title(name, fontsize=9)
-        at.set_xlabel("epoch", fontsize=8)
-        at.tick_params(labelsize=7)
-        at.grid(color="0.92")
-        at.spines[["top", "right"]].set_visible(False)
-    axes[-1, 0].legend(frameon=False, fontsize=7)
-    for at in axes.flat:
-        if not at.lines and not at.images:
+    maps = {run: in_rows([m for m in measured if m["run"] == run], 4) for run in runs}
+    lines = [*(line for of_run in maps.values() for line in of_run), *in_rows(curves, 3)]
+    figure = Figure(figsize=(10, 2.4 * len(lines)), layout="constrained")
+    bands = iter(np.atleast_1d(figure.subfigures(len(lines), 1)))
+    for run in runs:
+        for moments in maps[run]:
+            band = next(bands)
+            axes = band.subplots(1, 4)
+            for at, moment in zip(axes, moments, strict=False):
+                share = np.array(moment["positions"])
+                at.imshow(share, cmap=HEAT, vmin=0, vmax=most, interpolation="nearest", aspect="auto")
+                at.set(xticks=[], yticks=[])
+                at.set_box_aspect(share.shape[0] / share.shape[1])
+                weight = "" if moment["lambda_cl"] is None else f", $\\lambda_{{CL}}$ {moment['lambda_cl']:+.2f}"
+                epoch = "" if moment["epoch"] is None else f"\nepoch {moment['epoch']}"
+                at.set_title(f"{verbatim(run)}{epoch}{weight}", fontsize=10)
+            for at in axes[len(moments) :]:
+                at.set_axis_off()
+            bar = band.colorbar(ScalarMappable(Normalize(0, most), cmap=HEAT), ax=list(axes), fraction=0.02, pad=0.01)
+            bar.set_label("how often visible")
+    for of_line, band in zip(in_rows(curves, 3), bands, strict=True):
+        axes = band.subplots(1, 3)
+        for at, name in zip(axes, of_line, strict=False):
+            for number, run in enumerate(runs):
+                of_run = [m for m in measured if m["run"] == run and name in m["metrics"]]
+                epochs, values = [m["epoch"] or 0 for m in of_run], [m["metrics"][name] for m in of_run]
+                at.plot(epochs, values, **look(number), markersize=4, label=verbatim(run))
+            at.axhline({"judge": 1, "own": 1, "edge": 0}.get(name, np.nan), color="0.6", linewidth=1, linestyle="--")
+            if name in ("place", "visible"):  # shares: a small change should look small
+                at.set_ylim(0, max(at.get_ylim()[1], 0.1))
+            at.set_title(name, fontsize=10)
+            at.set_xlabel("epoch")
+            tidy(at)
+        for at in axes[len(of_line) :]:
             at.set_axis_off()
+        if len(runs) > 1:
+            axes[0].legend(frameon=False)
     return figure
+
+
+def in_rows(items: list, length: int) -> list[list]:
+    return [items[at : at + length] for at in range(0, len(items), length)]
 
 
 def wall(tiles: np.ndarray, side: int) -> np.ndarray:

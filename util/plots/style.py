@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from util.cli import plain
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # Okabe and Ito's colour-blind-safe palette, without its yellow, which is hard to see on white. Seven colours and eight
@@ -28,6 +29,18 @@ def short_names(paths: list[Path]) -> list[str]:
 def verbatim(text: str) -> str:
     """Text that matplotlib shows verbatim: no formula between dollars, no label hidden by a leading underscore."""
     return (" " if text.startswith("_") else "") + plain(text).replace("$", r"\$")
+
+
+def look(number: int) -> dict[str, str]:
+    """Colour and marker of the `number`-th of several runs."""
+    return {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
+
+
+def tidy(axes: "Axes") -> None:
+    """A pale grid behind the data, and no frame."""
+    axes.grid(color="0.92")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def save_figure(figure: "Figure", stem: Path, formats: Sequence[str] = FORMATS, dpi: int = 200) -> list[Path]:

@@ -51,7 +51,9 @@ class Monitor:
             if self.due(epoch, self.args.vis_every):
                 inspected = self.watched[spread(len(self.watched), INSPECTED_IMAGES)].to(self.device)
                 metrics |= self.look_at_masks(inspected, epoch, model, masking, log_writer)
-        if self.due(epoch, self.knn_every):
+        if self.due(epoch, self.knn_every) and hasattr(
+            model, "forward_encoder"
+        ):  # custom autoencoders need not have it
             metrics |= self.neighbour_accuracies(model)
         return metrics
 
