@@ -25,7 +25,7 @@ from util.jsonl import append_record, read_records
 @dataclass
 class Archive:
     path: Path | None  # None: nothing is kept
-    costs: dict[str, Cost] = field(default_factory=dict)  # by strategy
+    costs: dict[str, dict[str, Cost]] = field(default_factory=dict)  # by settings of the measurement, by strategy
     probes: dict[tuple[str, int], ProbedRun] = field(default_factory=dict)  # by label and seed
     flags: dict[tuple[str, int], str] = field(default_factory=dict)
 
@@ -63,11 +63,13 @@ class Archive:
         }
         append_record(self.path, record)
 
-    def add_costs(self, costs: dict[str, Cost]) -> None:
+    def add_costs(self, settings: str, costs: dict[str, Cost]) -> None:
+        """`settings` include the device: another's step times would not be comparable."""
+        known = self.costs.setdefault(settings, {})
         for strategy, cost in costs.items():
-            if self.path is not None and strategy not in self.costs:
-                self.costs[strategy] = cost
-                append_record(self.path, {"strategy": strategy, "cost": asdict(cost)})
+            if self.path is not None and strategy not in known:
+                known[strategy] = cost
+                append_record(self.path, {"strategy": strategy, "cost": asdict(cost), "settings": settings})
 
 
 def read_archive(path: str | None) -> Archive:
@@ -80,7 +82,7 @@ def read_archive(path: str | None) -> Archive:
 
     def parse(record: dict) -> bool:
         if "strategy" in record:
-            archive.costs[record["strategy"]] = Cost(**record["cost"])
+            archive.costs.setdefault(record["settings"], {})[record["strategy"]] = Cost(**record["cost"])
             return True
         key, count = (record["label"], record["seed"]), record["num_images"]
         hits = np.stack([unpacked(record["hits"][name], count) for name in FEATURES])[None]

@@ -8,6 +8,8 @@ from multiprocessing import get_context
 from benchmarks.bench_step import PER_TURN, Contender, peak_memory
 from benchmarks.timing import alternate
 
+TIMING_ERROR = 0.05  # closer step times count as equal
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -18,6 +20,10 @@ class Cost:
     slowest: float
     gflop: float  # per image
     memory: float  # peak, in GB
+
+    @property
+    def like_random(self) -> bool:
+        return abs(self.time - 1) <= TIMING_ERROR
 
 
 def step_costs(benches: dict[str, Namespace], baseline: str, rounds: int) -> dict[str, Cost]:

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.costs import Cost
-from experiments.paired import FEWEST_SEEDS, LEVEL, Estimate, estimate_all, measure_noise, seeds_needed
+from experiments.paired import FEWEST_SEEDS, LEVEL, Estimate, detectable, estimate_all, measure_noise, seeds_needed
 from experiments.probe import FEATURES, PARTS, ProbedRun
 from experiments.strategies import STRATEGIES
 from util.checkpoint import write_text
@@ -65,19 +65,24 @@ def standings(
 ) -> list[Standing]:
     """The rows of the leaderboard, best first; entries without results are left out.
 
-    Gains at equal epochs and at equal compute, and those of each length of training, are families of their own.
+    Gains at equal epochs, at equal compute and at each length of training are families of their own. Strategies as fast
+    as the baseline count in both of the first, and have the wider interval.
     """
     check_same(probes)
     known = [entry for entry in entries if probes.get(entry.label)]
     scores = {entry.label: scores_of(probes[entry.label], measure, part) for entry in known}
     compared = {entry.label: shared for entry in known if (shared := over_baseline(entry, scores)) is not None}
     epochs = {entry.label: entry.epochs for entry in entries}
-    families: dict[tuple[str, bool], list[str]] = {}
-    for entry in known:
-        if entry.label in compared:
-            families.setdefault((entry.baseline, entry.epochs == epochs[entry.baseline]), []).append(entry.label)
+    families: list[list[str]] = []
+    for baseline in dict.fromkeys(entry.baseline for entry in known):
+        rivals = [entry for entry in known if entry.baseline == baseline and entry.label in compared]
+        as_long = [entry for entry in rivals if entry.epochs == epochs[baseline]]
+        stretched = [entry for entry in rivals if entry not in as_long]
+        as_fast = [entry for entry in as_long if entry.strategy in costs and costs[entry.strategy].like_random]
+        of_compute = stretched + as_fast if stretched else []
+        families += [[entry.label for entry in family] for family in (as_long, of_compute)]
     gains: dict[str, Estimate] = {}
-    for labels in families.values():
+    for labels in sorted(families, key=len):
         gains |= zip(labels, estimate_all([compared[label] for label in labels]), strict=True)
     accuracies = {
         label: float(np.mean([each.mean() for each in of_label.values()])) for label, of_label in scores.items()
@@ -167,7 +172,7 @@ def features_table(by_measure: dict[str, list[Standing]]) -> Table:
 def noise_table(entries: Sequence[Entry], probes: Probes) -> Table | None:
     """How much each measure scatters over seeds, from the seeds that all entries of a baseline share; entries with
     fewer than FEWEST_SEEDS would leave the others none."""
-    family = [entry for entry in entries if entry.baseline == entries[0].baseline]
+    family = [entry for entry in entries if (entry.baseline, entry.epochs) == (entries[0].baseline, entries[0].epochs)]
     family = [entry for entry in family if len(probes.get(entry.label, {})) >= FEWEST_SEEDS]
     family.sort(key=lambda entry: entry.label != entry.baseline)  # it comes first
     seeds = sorted(set.intersection(*(set(probes[entry.label]) for entry in family))) if family else []
@@ -180,13 +185,17 @@ def noise_table(entries: Sequence[Entry], probes: Probes) -> Table | None:
             scores = [scores_of(probes[entry.label], measure, part) for entry in family]
             noise = measure_noise(np.array([[own[seed].mean(dtype=float) for seed in seeds] for own in scores]))
             corrected = (1 - LEVEL) / (len(family) - 1)
-            needed = [seeds_needed(noise.paired, EFFECT), seeds_needed(noise.unpaired, EFFECT)]
+            needed = [seeds_needed(noise.paired, EFFECT), seeds_needed(noise.unpaired, EFFECT, groups=2)]
             needed += [seeds_needed(noise.paired, EFFECT, alpha=corrected)]
-            cells = [Cell(f"{value:.2f}") for value in (noise.accuracy, noise.paired, noise.unpaired)]
-            lines.append(([shown_measure(measure), shown_part(part)], cells + [Cell(str(number)) for number in needed]))
+            found = [detectable(noise.paired, len(seeds), alpha=alpha) for alpha in (1 - LEVEL, corrected)]
+            texts = [f"{value:.2f}" for value in (noise.accuracy, noise.paired, noise.unpaired)]
+            texts += [*map(str, needed), *(f"{value:.2f}" for value in found)]
+            lines.append(([shown_measure(measure), shown_part(part)], list(map(Cell, texts))))
+    among = f"paired, {len(family) - 1} strategies"
     groups = [
         Group("deviation over seeds of:", ["Acc@1", "paired difference", "unpaired difference"]),
-        Group(f"seeds to detect {EFFECT} points:", ["paired", "unpaired", f"paired, {len(family) - 1} strategies"]),
+        Group(f"seeds to detect {EFFECT} points:", ["paired", "unpaired", among]),
+        Group(f"points detectable with {len(seeds)} seeds:", ["paired", among]),
     ]
     return Table(f"Noise, from {len(seeds)} seeds of {len(family)} strategies", ["measure", "images"], groups, lines)
 

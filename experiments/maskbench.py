@@ -10,6 +10,7 @@ experiments.probe, and compared to random masks by experiments.paired. The same 
 what was interrupted.
 """
 
+import base64
 import json
 import math
 import sys
@@ -50,8 +51,6 @@ from util.evaluation.features import file_hash
 from util.evaluation.tables import Table, as_markdown, as_text
 from util.misc import pick_device
 from util.program import run
-
-TIMING_ERROR = 0.05  # closer step times count as equal
 
 
 def get_args_parser() -> ArgumentParser:
@@ -125,10 +124,9 @@ def plan_entries(args: Namespace, costs: dict[str, Cost]) -> list[Entry]:
         whole = max(round(standard * factor), 1)
         baseline = label_of(BASELINE, whole, standard)
         for name in args.strategies:
-            time = costs[name].time if "compute" in args.equal else 1
-            same_speed = abs(time - 1) <= TIMING_ERROR
-            lengths = [whole] if same_speed or "epochs" in args.equal else []
-            lengths += [] if same_speed else [max(int(standard * factor / time), 1)]
+            as_many = "compute" not in args.equal or costs[name].like_random
+            lengths = [whole] if as_many or "epochs" in args.equal else []
+            lengths += [] if as_many else [max(int(standard * factor / costs[name].time), 1)]
             for epochs in lengths:
                 label = label_of(name, epochs, standard)
                 entries.setdefault(label, Entry(label, name, epochs, baseline))
@@ -158,8 +156,9 @@ def archived_flags(entry: Entry, args: Namespace) -> str:
 
 
 def archived_entries(archive: Archive, costs: dict[str, Cost], args: Namespace) -> list[Entry]:
-    """Entries for archived results of any strategy, with the same lengths and seeds."""
-    known = [name for name in STRATEGIES if name in costs or args.equal == ["epochs"]]
+    """Entries for archived results of any strategy, with the same lengths and seeds; those on request must be named."""
+    known = [name for name, strategy in STRATEGIES.items() if not strategy.on_request]
+    known = [name for name in known if name in costs or args.equal == ["epochs"]]
     everything = plan_entries(Namespace(**{**vars(args), "strategies": known}), costs)
     return [entry for entry in everything if any((entry.label, seed) in archive.probes for seed in args.seeds)]
 
@@ -197,13 +196,13 @@ def epoch_flops(settings: Namespace) -> float:
 
 def known_costs(archive: Archive, args: Namespace) -> dict[str, Cost]:
     """Saved costs, so that all equal-compute runs use the same numbers; costs from other settings are ignored."""
-    file = costs_file(args)
+    file, archived = costs_file(args), archive.costs.get(cost_settings(args), {})
     if not file.exists():
-        return archive.costs
+        return archived
     try:
         found = json.loads(file.read_text())
         own = {name: Cost(**values) for name, values in found["costs"].items()}
-        return archive.costs | own if found["settings"] == cost_settings(args) else archive.costs
+        return archived | own if found["settings"] == cost_settings(args) else archived
     except (ValueError, LookupError, TypeError):
         raise UserError(f"{file} is damaged; delete it, and costs are measured again") from None
 
@@ -268,7 +267,7 @@ def report(
     runs: dict[Entry, list[Run]], costs: dict[str, Cost], archive: Archive, failed: dict[Run, str], args: Namespace
 ) -> None:
     probes = collect_probes(runs, archive, args)
-    archive.add_costs({name: cost for name, cost in costs.items() if name in STRATEGIES})
+    archive.add_costs(cost_settings(args), {name: cost for name, cost in costs.items() if name in STRATEGIES})
     missing = [
         each.title
         for entry, of_entry in runs.items()
@@ -277,6 +276,8 @@ def report(
     ]
     notes = [f"failed: {each.title}: {problem}" for each, problem in failed.items()]
     notes += [f"not finished: {', '.join(missing)}"] if missing else []
+    hidden = {label for label, _ in archive.probes} - {entry.label for entry in runs}
+    notes += [f"archived, but not asked for: {', '.join(sorted(hidden))}"] if hidden else []
     if not probes:
         logger.info("%s", "\n".join(["there is no result yet", *notes]))
         return
@@ -292,23 +293,34 @@ def report(
     logger.info("\n%s", "\n\n".join(map(as_text, tables)))
     settings = parse(shared_flags(args))
     head = f"Scale {args.scale}, data {data_name(args)}; {settings.model}, {settings.epochs} epochs."
-    parts = ["# MaskBench", head, *map(as_markdown, tables), "\n".join(f"- {note}" for note in notes)]
-    name = f"leaderboard-{args.measure}-{args.part}"
+    name = file_name("-".join(["leaderboard", args.measure, args.part, *view_of(args)]))
+    figure = f"![Gains over random masks, and accuracy against compute]({name}.png)"
+    parts = ["# MaskBench", head, figure, *map(as_markdown, tables), "\n".join(f"- {note}" for note in notes)]
     files = write_leaderboard(data_folder(args), name, "\n\n".join(parts) + "\n", rows)
     if args.html and with_masks:
-        files.append(write_html(data_folder(args) / f"{name}.html", runs, tables, notes, args))
+        files.append(write_html(data_folder(args) / name, runs, tables, notes, args))
     logger.info("\n%s", "\n".join([*notes, f"written to {', '.join(map(str, files))}"]))
 
 
+def view_of(args: Namespace) -> list[str]:
+    """What distinguishes the files of this comparison from those of equal epochs at the scale's own length."""
+    lengths = [f"x{factor:g}" for factor in args.epochs_factor] if args.epochs_factor != [1.0] else []
+    return [*(f"equal_{what}" for what in args.equal if args.equal != ["epochs"]), *lengths]
+
+
 def write_html(
-    path: Path, runs: dict[Entry, list[Run]], tables: list[Table], notes: list[str], args: Namespace
+    stem: Path, runs: dict[Entry, list[Run]], tables: list[Table], notes: list[str], args: Namespace
 ) -> Path:
-    """The tables, below the masks of each strategy's first finished run."""
+    """STEM.html: the masks of each strategy's first finished run, and below them the tables and STEM.png."""
     first = {entry.label: each for entry, of_entry in runs.items() for each in reversed(of_entry) if finished(each)}
     place = ["--data_set", args.data_set, "--data_path", args.data_path] if args.data_path else []
     folders = [str(each.folder) for each in first.values()]
-    shown = visualize.get_args_parser().parse_args([*folders, "--names", *first, "--html", str(path), *place])
-    return visualize.write_report(visualize.checkpoints_by_run(shown), shown, visualize.tables_section(tables, notes))
+    page, picture = (stem.with_name(f"{stem.name}.{suffix}") for suffix in ("html", "png"))
+    shown = visualize.get_args_parser().parse_args([*folders, "--names", *first, "--html", str(page), *place])
+    source = f"data:image/png;base64,{base64.b64encode(picture.read_bytes()).decode()}"
+    figure = f'<img src="{source}" style="max-width: 100%" alt="Gains over random masks, and accuracy against compute">'
+    section = visualize.tables_section(tables, notes) + figure
+    return visualize.write_report(visualize.checkpoints_by_run(shown), shown, section)
 
 
 def finished(each: Run) -> bool:
@@ -333,11 +345,22 @@ def settle_costs(archive: Archive, args: Namespace) -> dict[str, Cost]:
     idle = args.dry_run or args.table_only
     if not unknown or (not by_time and (idle or args.cluster == "slurm")):
         return costs
-    if idle:
+    if args.dry_run:
+        logger.warning("step times of %s are not measured yet; FLOPs stand in for them", ", ".join(unknown))
+        return costs | {name: counted_cost(name) for name in unknown}
+    if args.table_only:
         raise UserError(f"--equal compute: the cost of {unknown[0]} is measured when it is run")
     if args.cluster == "slurm" and args.ngpus and pick_device(args.device).type == "cpu":
-        raise UserError("--equal compute: step times are measured on this machine, which has no GPU as the jobs do")
+        raise UserError(
+            "--equal compute: step times are measured on this machine, which has no GPU as the jobs do; "
+            "run the same command in an interactive job on one that has"
+        )
     return measure_costs(archive, args)
+
+
+def counted_cost(name: str) -> Cost:
+    flops = STRATEGIES.get(name, STRATEGIES[BASELINE]).flops
+    return Cost(flops, flops, flops, math.nan, math.nan)
 
 
 def check_images(archive: Archive, example: Run, args: Namespace) -> None:

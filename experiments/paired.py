@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 LEVEL = 0.95
+POWER = 0.8
 FEWEST_SEEDS = 3  # with two, an interval is 13 times as wide as its error
 
 
@@ -104,18 +105,32 @@ def measure_noise(accuracies: np.ndarray) -> Noise:
     )
 
 
-def seeds_needed(deviation: float, effect: float, power: float = 0.8, alpha: float = 1 - LEVEL) -> int:
-    """The fewest seeds with which a two-sided t-test detects a mean difference of `effect`."""
+def seeds_needed(deviation: float, effect: float, alpha: float = 1 - LEVEL, groups: int = 1) -> int:
+    """The fewest seeds with which a two-sided t-test detects a mean difference of `effect`: between paired runs, or
+    between two `groups` of as many."""
     from scipy import stats
-
-    def achieved(seeds: int) -> float:
-        critical = stats.t.ppf(1 - alpha / 2, seeds - 1)
-        return float(stats.nct.sf(critical, seeds - 1, effect / deviation * math.sqrt(seeds)))
 
     if deviation == 0:
         return 2
     # Known deviations would need these, estimated ones a few more.
-    seeds = max(2, math.floor(((stats.norm.isf(alpha / 2) + stats.norm.ppf(power)) * deviation / effect) ** 2))
-    while achieved(seeds) < power:
+    seeds = max(2, math.floor(((stats.norm.isf(alpha / 2) + stats.norm.ppf(POWER)) * deviation / effect) ** 2))
+    while power_of(effect / deviation, seeds, alpha, groups) < POWER:
         seeds += 1
     return seeds
+
+
+def detectable(deviation: float, seeds: int, alpha: float = 1 - LEVEL) -> float:
+    """The smallest mean difference of paired runs that a two-sided t-test detects with so many seeds."""
+    from scipy import optimize
+
+    if deviation == 0:
+        return 0.0
+    return deviation * optimize.brentq(lambda effect: power_of(effect, seeds, alpha) - POWER, 1e-3, 1e3, xtol=1e-6)
+
+
+def power_of(effect: float, seeds: int, alpha: float, groups: int = 1) -> float:
+    """How often a two-sided t-test detects an effect, given in standard deviations of a difference."""
+    from scipy import stats
+
+    freedom = groups * (seeds - 1)
+    return float(stats.nct.sf(stats.t.ppf(1 - alpha / 2, freedom), freedom, effect * math.sqrt(seeds)))

@@ -27,6 +27,7 @@ from models_vit import load_encoder
 from util.cli import UserError
 from util.data.shapes import ShapesDataset
 from util.data.sources import build_source, image_names
+from util.jsonl import append_record
 
 TINY = ("--scale", "tiny", "--data_set", "shapes")
 EVERY = ("--strategies", *STRATEGIES)
@@ -118,7 +119,10 @@ def test_mistakes_of_maskbench_end_in_a_sentence(program, tmp_path):
         (("--strategies", "nonsense"), "--strategies nonsense is unknown"),
         (("--strategies", "none.py:stripes"), "there is no file none.py"),
         (("--scale", "full", "--data_set", "shapes"), "--scale full takes folder"),
-        (("--data_set", "shapes", "--equal", "compute", "--dry_run"), "the cost of random is measured when it is run"),
+        (
+            ("--data_set", "shapes", "--equal", "compute", "--table_only"),
+            "the cost of random is measured when it is run",
+        ),
         (("--data_set", "shapes", "--equal", "compute", "--cluster", "slurm", "--device", "cpu"), "has no GPU as the"),
         (("--data_set", "shapes", "--archive", tmp_path / "none" / "file"), f"there is no folder {tmp_path}/none"),
         (("--strategies", "grid", mine), f"--strategies grid and {mine} would both be called grid"),
@@ -220,9 +224,16 @@ def test_an_archive_stands_in_for_runs_that_are_elsewhere(bench, program, monkey
     assert float(rows["block"]["gain"]) == pytest.approx(np.mean(own) - np.mean(accuracy), abs=1e-4)
     assert archive.read_text().splitlines()[: len(lines)] == lines
 
+    # Of a strategy in another user's file, and of one on request: neither widens the others' intervals unasked.
+    records = [record for record in map(json.loads, lines) if "label" in record]
+    for record in records:
+        for label in ("mine", "released"):
+            append_record(archive, {**{name: record[name] for name in record if name != "crc32"}, "label": label})
+
     shutil.rmtree(tmp_path / "out")
     out, done = bench(*flags, "--strategies", "random", "--table_only", "--html")
     assert (done, f"no finished run is below {folder}" in out) == ([], True)
+    assert "archived, but not asked for: mine, released" in out
     assert re.search(r"block +undecided +2 +3 ", out)
     assert re.search(rf"random +baseline +2 +3 +{np.mean(accuracy):.2f}", out)
     other = (*TINY, "--output_dir", tmp_path / "out", *flags)
@@ -242,20 +253,51 @@ def test_no_other_file_is_taken_for_an_archive(tmp_path):
     assert read_archive(str(tmp_path / "new.jsonl")).probes == {}
 
 
-def test_published_results_are_those_of_todays_strategies():
+RESULTS = Path(maskbench.__file__).parent / "results"
+PUBLISHED = {"cifar10": ("--data_path", "cifar10"), "fashion_mnist": ("--data_set", "fashion_mnist")}
+
+
+@pytest.mark.parametrize("data", PUBLISHED)
+def test_published_results_are_those_of_todays_strategies(data):
     """Otherwise they would be refused, and could not be compared with."""
-    file = Path(maskbench.__file__).parent / "results" / "maskbench-small-cifar10.jsonl"
+    file = RESULTS / f"maskbench-small-{data}.jsonl"
     archive = read_archive(str(file))
     lengths = ("--epochs_factor", 1, 4, "--equal", "epochs", "compute")
-    args = arguments("--data_path", "cifar10", *EVERY, *lengths)
-    entries = {entry.label: entry for entry in plan_entries(args, COSTS | archive.costs)}
-    assert {("random", seed) for seed in range(5)} < archive.probes.keys()
+    args = arguments(*PUBLISHED[data], *EVERY, *lengths, "--device", "cpu")
+    entries = {entry.label: entry for entry in plan_entries(args, COSTS | maskbench.known_costs(archive, args))}
+    assert {("random", seed) for seed in range(3)} < archive.probes.keys()
     for label, seed in archive.probes:
         archive.check(label, seed, maskbench.archived_flags(entries[label], args))
     for line in map(json.loads, file.read_text().splitlines()):
         if "label" in line:
             probe = archive.probes[line["label"], line["seed"]]
             assert 100 * probe.measures["final-both"].mean() == pytest.approx(line["acc1"]["both"], abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("data", "flags"),
+    [
+        ("cifar10", ()),
+        ("fashion_mnist", ("--seeds", 0, 1, 2)),
+        ("cifar10", ("--equal", "compute", "--strategies", "tokens", "attention")),
+    ],
+)
+def test_the_tables_of_the_docs_are_those_of_the_archives(data, flags):
+    args = arguments(*PUBLISHED[data], "--device", "cpu", *flags)
+    archive = read_archive(str(RESULTS / f"maskbench-small-{data}.jsonl"))
+    costs = maskbench.known_costs(archive, args)
+    entries = dict.fromkeys([*plan_entries(args, costs), *maskbench.archived_entries(archive, costs, args)])
+    probes: dict[str, dict[int, ProbedRun]] = {}
+    for (label, seed), probed_run in archive.probes.items():
+        if seed in args.seeds:
+            probes.setdefault(label, {})[seed] = probed_run
+    page = (RESULTS.parents[1] / "docs" / "results.md").read_text().replace("**", "")
+    rows = [row for row in standings(list(entries), probes, costs, "final-both") if row.gain and row.gain.interval]
+    rows = [row for row in rows if "compute" not in flags or row.entry.epochs != 16]
+    assert rows
+    for row in rows:
+        bounds = (f"{low:+.2f} to {high:+.2f}" for low, high in (row.gain.interval, row.gain.simultaneous))
+        assert f" | {row.accuracy:.2f} | {row.gain.mean:+.2f} | {' | '.join(bounds)} |" in page, row.entry.label
 
 
 def test_an_archive_is_of_the_same_images_and_of_the_same_file(tmp_path):
@@ -386,6 +428,17 @@ def test_standings_compare_to_the_baseline_of_the_same_length_over_common_seeds(
     assert (rows["grid"].seeds, rows["grid"].compute, rows["grid-64epochs"].compute) == (5, 1, 1)
     own, base = ([100 * probes[name][s].hits[0, 0].mean() for s in range(4)] for name in ("grid", "random"))
     assert rows["grid"].gain.mean == pytest.approx(np.mean(own) - np.mean(base))
+
+    # Equal compute is another family: it neither widens the intervals of equal epochs, nor has fewer than its members.
+    stretched = Entry("tokens-5epochs", "tokens", 5, "random")
+    slow = COSTS | {"tokens": Cost(3.0, 2.9, 3.1, 0.5, 0.1), "grid": Cost(2.0, 1.9, 2.1, 0.5, 0.1)}
+    with_short = {**probes, "tokens-5epochs": {seed: made_up(0.3, 70 + seed) for seed in range(3)}}
+    both = {row.entry.label: row for row in standings([*entries, stretched], with_short, slow, "final-mean")}
+    assert both["grid"].gain == rows["grid"].gain
+    shared = {row.entry.label: row for row in standings([*entries, stretched], with_short, COSTS, "final-mean")}
+    assert shared["grid"].gain.simultaneous[0] < both["grid"].gain.simultaneous[0]
+    assert shared["tokens-5epochs"].gain.simultaneous[0] < both["tokens-5epochs"].gain.simultaneous[0]
+    assert noise_table([*entries, stretched], with_short).title == "Noise, from 4 seeds of 2 strategies"
 
     # A family of its own for each length: the longer runs are not corrected for the number of the shorter ones.
     more = [*entries, Entry("noise", "noise", 16, "random")]

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from experiments.paired import estimate_all, holm, measure_noise, seeds_needed, standard_error
+from experiments.paired import detectable, estimate_all, holm, measure_noise, seeds_needed, standard_error
 
 
 def simulated(rng, truths, seeds, images=200, by_seed=0.6, by_image=2.2, by_pair=6.0):
@@ -75,6 +75,13 @@ def test_seeds_needed_are_those_of_textbook_tables(effect, seeds):
     """Paired t-test, 5 %, power 80 %, by the effect in standard deviations."""
     assert seeds_needed(1.0, effect) == seeds
     assert seeds_needed(2.0, 2 * effect) == seeds
+    assert detectable(2.0, seeds) <= 2 * effect < detectable(2.0, seeds - 1)
+
+
+@pytest.mark.parametrize(("effect", "seeds"), [(0.2, 394), (0.5, 64), (0.8, 26)])
+def test_unpaired_seeds_needed_are_those_of_textbook_tables(effect, seeds):
+    """Two-sample t-test, by the effect in standard deviations of a group: runs of each group."""
+    assert seeds_needed(math.sqrt(2), effect, groups=2) == seeds
 
 
 def test_common_random_numbers_take_the_seeds_share_out_of_a_difference():
