@@ -201,5 +201,6 @@ def fit_softmax(
 
     optimizer.step(objective)
     with torch.no_grad():
-        heads.weight[0, 0], heads.bias[0, 0] = weights()[:-1].T, weights()[-1]
+        solved = weights()
+        heads.weight[0, 0], heads.bias[0, 0] = solved[:-1].T, solved[-1]
     return heads.float()

@@ -192,11 +192,11 @@ def unfinished_files(subject: Subject, groups: list[list[int]], args: Namespace)
     identity |= {f"images of {split}": subject.fingerprint(split) for split in ("train", "val") if kept}
     stages = ("lr_grid-seed", "seed") if args.lr_grid else ("seed",)
     labels = [f"{stage}{seeds[0]}" for seeds in groups for stage in stages]
-    paths = {label: Path(args.output_dir) / f"linprobe-{subject.file_name}-{label}.unfinished" for label in labels}
-    return {
-        label: Unfinished(path if kept else None, identity, resume=args.resume == "auto")
-        for label, path in paths.items()
-    }
+
+    def path(label: str) -> Path | None:
+        return Path(args.output_dir) / f"linprobe-{subject.file_name}-{label}.unfinished" if kept else None
+
+    return {label: Unfinished(path(label), identity, resume=args.resume == "auto") for label in labels}
 
 
 def train_probe(

@@ -61,6 +61,7 @@ from util.plots.snapshot import (
     name_runs,
     open_source,
     read_images,
+    snapshots_of,
 )
 from util.plots.style import save_figure
 
@@ -91,10 +92,8 @@ def measure(
     snapshot: Snapshot | None = None,
 ) -> Measured:
     """Measure masks [N, L] of normalised images [N, C, H, W], from a run's `snapshot` or of unknown origin."""
-    values, grid = None, grid_of(mask, imgs)
+    values, grid = None if snapshot is None else module_values(snapshot, imgs), grid_of(mask, imgs)
     noise = hashed_uniform(torch.arange(len(imgs), device=imgs.device), args.seed, mask.shape[1])
-    if snapshot is not None:
-        values = module_values(snapshot, imgs)
     keep_prob = None if snapshot is None else snapshot.masking.keep_prob(values)
     metrics = {key: value.item() for key, value in mask_health(mask, keep_prob).items()}
     metrics["edge"] = edge_contrast(edge_scores(imgs, imgs.shape[-1] // grid[1]), mask).item()
@@ -175,8 +174,7 @@ def load_judge(args: Namespace) -> Snapshot | None:
     path = Path(args.judge)
     if not path.exists():
         raise UserError(f"--judge: there is no checkpoint or folder {path}")
-    last = checkpoints_by_run(Namespace(names=["judge"], runs=[args.judge]))["judge"][-1]
-    judge = load_snapshot(last, "judge", device=set_up_device(args.device))
+    judge = load_snapshot(snapshots_of(path)[-1], "judge", device=set_up_device(args.device))
     if judge.masking.learned is not None:
         raise UserError(f"--judge {path} was trained with a masking module; give a run of --masking random")
     return judge
@@ -190,8 +188,7 @@ def main(args: Namespace) -> None:
     named = list(zip(args.names, args.runs, strict=True))
     for name, path in ((name, Path(path)) for name, path in named if Path(path).suffix == ".npz"):
         found.append(measure_file(name if given else path.stem, path, judge, args))
-    trained = [(name, path) for name, path in named if Path(path).suffix != ".npz"]
-    runs = checkpoints_by_run(Namespace(names=[name for name, _ in trained], runs=[path for _, path in trained]))
+    runs = checkpoints_by_run((name, path) for name, path in named if Path(path).suffix != ".npz")
     for name, paths in runs.items():
         found += measure_run(name, paths, judge, args)
     report(found)

@@ -200,7 +200,7 @@ def main(args: Namespace) -> None:
     name_runs(args)
     if not (args.grid or args.curve or args.animate or args.html):
         args.grid = ["masks"]
-    runs = checkpoints_by_run(args)
+    runs = checkpoints_by_run(zip(args.names, args.runs, strict=True))
     written = [write_report(runs, args)] if args.html else []
     if args.grid or args.curve or args.animate:
         if not args.output_dir:

@@ -320,7 +320,8 @@ def write_html(
     source = f"data:image/png;base64,{base64.b64encode(picture.read_bytes()).decode()}"
     figure = f'<img src="{source}" style="max-width: 100%" alt="Gains over random masks, and accuracy against compute">'
     section = visualize.tables_section(tables, notes) + figure
-    return visualize.write_report(visualize.checkpoints_by_run(shown), shown, section)
+    runs_shown = visualize.checkpoints_by_run(zip(shown.names, shown.runs, strict=True))
+    return visualize.write_report(runs_shown, shown, section)
 
 
 def finished(each: Run) -> bool:

@@ -125,7 +125,8 @@ def detectable(deviation: float, seeds: int, alpha: float = 1 - LEVEL) -> float:
 
     if deviation == 0:
         return 0.0
-    return deviation * optimize.brentq(lambda effect: power_of(effect, seeds, alpha) - POWER, 1e-3, 1e3, xtol=1e-6)
+    found = optimize.root_scalar(lambda effect: power_of(effect, seeds, alpha) - POWER, bracket=(1e-3, 1e3), xtol=1e-6)
+    return deviation * found.root
 
 
 def power_of(effect: float, seeds: int, alpha: float, groups: int = 1) -> float:

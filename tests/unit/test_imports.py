@@ -29,9 +29,8 @@ ACROSS_ROOMS = {
 # Names that several files share, with one meaning in all of them.
 SHARED_NAMES = {
     *("main", "get_args_parser", "check_args", "settle", "describe_run"),  # of a program
-    *("train", "train_one_epoch", "evaluate", "fit"),  # of an engine or a program
-    *("build_tables", "gain_cells", "as_text", "as_markdown", "Table"),  # tables of another kind of results
-    *("report", "table", "measure", "timed", "draw"),  # steps of a script that stands alone
+    *("train", "train_one_epoch", "evaluate"),  # of an engine or a program
+    *("report", "measure", "draw"),  # steps of a script that stands alone
 }
 
 

@@ -238,7 +238,7 @@ def forensics_figure(measured: list[dict]) -> Figure:
     maps = {run: in_rows([m for m in measured if m["run"] == run], 4) for run in runs}
     lines = [*(line for of_run in maps.values() for line in of_run), *in_rows(curves, 3)]
     figure = Figure(figsize=(10, 2.4 * len(lines)), layout="constrained")
-    bands = iter(np.atleast_1d(figure.subfigures(len(lines), 1)))
+    bands = iter(figure.subfigures(len(lines), 1, squeeze=False).flat)
     for run in runs:
         for moments in maps[run]:
             band = next(bands)

@@ -2,6 +2,7 @@
 
 import os
 from argparse import Namespace
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -142,10 +143,10 @@ def name_runs(args: Namespace) -> None:
         raise UserError(f"--names has {len(args.names)} names for {len(args.runs)} runs; give one for each")
 
 
-def checkpoints_by_run(args: Namespace) -> dict[str, list[Path]]:
-    """The checkpoints of `args.runs` by name; those with the same name belong to one run."""
+def checkpoints_by_run(named: Iterable[tuple[str, str]]) -> dict[str, list[Path]]:
+    """The checkpoints of folders or files by the name of their run; those with the same name belong to one run."""
     runs: dict[str, list[Path]] = {}
-    for name, path in zip(args.names, args.runs, strict=True):
+    for name, path in named:
         runs.setdefault(name, []).extend(snapshots_of(Path(path)))
     return runs
 

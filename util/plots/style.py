@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from util.cli import plain
 
@@ -31,7 +31,7 @@ def verbatim(text: str) -> str:
     return (" " if text.startswith("_") else "") + plain(text).replace("$", r"\$")
 
 
-def look(number: int) -> dict[str, str]:
+def look(number: int) -> dict[str, Any]:
     """Colour and marker of the `number`-th of several runs."""
     return {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
 
