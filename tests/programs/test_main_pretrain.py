@@ -138,6 +138,8 @@ def test_the_bare_command_is_the_papers_setting():
     found = departures("--blr", "3e-4", "--input_size", "96")
     assert found == ["lr 0.0048 (0.0024)", "input_size [96, 96] ([224, 224])"]
     assert departures("--masking", "random", "--lambda_kl", "3") == ["masking random (curriculum)"]
+    found = departures("--select", "topk", "--mask_ratio_start", "0.5")
+    assert found == ["mask_ratio_start 0.5 (None)", "select topk (threshold)"]
 
 
 def test_same_seed_gives_the_same_bits_whatever_the_workers(cli, tmp_path):

@@ -164,6 +164,23 @@ def test_true_statistics_only_if_asked_and_then_said():
     assert draw_block(snapshot, imgs, true_stats=True).note == ""
 
 
+def test_moments_of_a_few_images_stand_side_by_side_and_those_of_many_below_each_other(runs):
+    for number, abreast in ((3, True), (4, False)):
+        imgs = torch.randn(number, 3, 16, 16)
+        paths = [runs / "curriculum" / f"checkpoint-{epoch}.pth" for epoch in range(3)]
+        blocks = [draw_block(load_snapshot(path, "run"), imgs) for path in paths]
+        figure = masks_figure(blocks)
+        width, height = figure.get_size_inches()
+        assert (width > height) == abreast
+        words = [text.get_text() for text in figure.texts]
+        assert [words.count(block.title) for block in blocks] == [1, 1, 1]
+        assert (words.count("image"), words.count("mask")) == (1, 1 if abreast else 3)
+        strips = [np.array(at.images[0].get_array()) for at in figure.axes if at.images]
+        assert sum(np.array_equal(strip, strips[0]) for strip in strips) == (3 if abreast else 1), (
+            "each with its images"
+        )
+
+
 def test_diversity_counts_distinct_masks(runs):
     snapshot = load_snapshot(runs / "curriculum" / "checkpoint-2.pth", "run")
     imgs = torch.randn(1, 3, 16, 16).expand(9, -1, -1, -1)

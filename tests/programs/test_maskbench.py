@@ -1,5 +1,6 @@
 """MaskBench: what it runs, how runs are probed on images they never saw, and what it makes of the results."""
 
+import base64
 import csv
 import importlib
 import json
@@ -203,6 +204,21 @@ def test_a_benchmark_is_run_probed_and_shown(bench, tmp_path):
     data = json.loads(re.search('id="data">(.*)</script>', page)[1])
     assert [(run["name"], len(run["moments"])) for run in data["runs"]] == [("random", 2), ("block", 2), ("stripes", 2)]
     assert re.search(rf"Leaderboard: .*>random</th><th scope=row>baseline<.*<td>{accuracy:.2f}<", page, re.DOTALL)
+
+
+def test_the_report_shows_the_images_of_the_named_set(monkeypatch, tmp_path):
+    args = arguments("--data_set", "fashion_mnist", "--data_path", "data")
+    (tmp_path / "table.png").write_bytes(b"a picture")
+    shown = []
+    monkeypatch.setattr(maskbench.visualize, "checkpoints_by_run", lambda named: dict(named))
+    monkeypatch.setattr(maskbench.visualize, "write_report", lambda runs, args, section: shown.append((args, section)))
+    monkeypatch.setattr(maskbench, "finished", lambda run: run.seed == 1)
+    runs = {entry: [plan_bench(entry, seed, args) for seed in (0, 1)] for entry in plan_entries(args, COSTS)[:2]}
+    maskbench.write_html(tmp_path / "table", runs, [], [], args)
+    ((given, section),) = shown
+    assert (given.data_set, given.data_path, given.names) == ("fashion_mnist", "data", ["random", "random-0.6"])
+    assert [Path(folder).name for folder in given.runs] == ["seed1", "seed1"]
+    assert base64.b64encode(b"a picture").decode() in section
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Models of transformers and timm, in files that these libraries wrote, start our runs and evaluations."""
 
+import json
 import re
 import shutil
 import sys
@@ -13,6 +14,7 @@ import transformers
 
 import hubconf
 import main_finetune
+import tools.export
 from main_pretrain import get_args_parser
 from models_mae import mae_vit_micro_patch4
 from models_vit import load_encoder, load_mae
@@ -192,6 +194,20 @@ def test_our_exports_come_back(tmp_path):
     back = hub.our_weights(hf_weights(load(ours)))
     assert back.keys() == ours.keys()
     assert all(torch.equal(back[name], ours[name]) for name in ours)
+
+
+def test_an_export_keeps_what_their_files_say(program, tmp_path):
+    saved("ViTMAEForPreTraining", tmp_path / "theirs")
+    for form, name in (("safetensors", "ours.safetensors"), ("hf", "hf")):
+        assert program(tools.export, tmp_path / "theirs", "--format", form, "--output", tmp_path / name)[0] == 0
+    with safetensors.safe_open(tmp_path / "ours.safetensors", "pt") as file:
+        header = file.metadata()
+    assert [json.loads(header[name]) for name in ("mean", "std", "mask_ratio")] == [MEAN, STD, 0.6]
+    assert "command" not in header
+    card = (tmp_path / "hf" / "README.md").read_text()
+    assert "main_pretrain.py --" not in card
+    processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "hf")
+    assert (list(processor.image_mean), list(processor.image_std)) == (MEAN, STD)
 
 
 def load(weights):
