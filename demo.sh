@@ -86,7 +86,7 @@ mv "$out/pictures/masks.png" "$out/pictures/forensics.png"
 mapfile -t moments < <(ls -v "$out"/predictive/checkpoint-[0-9]*.pth)
 last=$((${#moments[@]} - 1)) first=$((${#moments[@]} > 3))  # the second: after one epoch the module has hardly learned
 program main_visualize.py "${moments[first]}" "${moments[last / 2]}" "${moments[last]}" "${data[@]}" \
-    --grid masks --blocks 3 --num_images 5 --output_dir "$out/pictures"
+    --grid masks --blocks 3 --num_images 3 --output_dir "$out/pictures"
 program main_visualize.py "$out/predictive" "${data[@]}" --animate --output_dir "$out/pictures"
 program main_visualize.py "$out"/{mae,clmae,predictive} --names "${names[@]}" "${data[@]}" \
     --curve --output_dir "$out/pictures" --html "$out/report.html"
