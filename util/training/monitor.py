@@ -46,14 +46,13 @@ class Monitor:
     ) -> dict[str, float]:
         """The metrics that are due after `epoch`; the picture goes to the trackers."""
         metrics = {}
-        if self.watched is not None:
+        encodes = hasattr(model, "forward_encoder")  # custom autoencoders need not have it
+        if self.watched is not None and encodes:
             metrics |= self.look_at_features(self.watched, model)
-            if self.due(epoch, self.args.vis_every):
-                inspected = self.watched[spread(len(self.watched), INSPECTED_IMAGES)].to(self.device)
-                metrics |= self.look_at_masks(inspected, epoch, model, masking, log_writer)
-        if self.due(epoch, self.knn_every) and hasattr(
-            model, "forward_encoder"
-        ):  # custom autoencoders need not have it
+        if self.watched is not None and self.due(epoch, self.args.vis_every):
+            inspected = self.watched[spread(len(self.watched), INSPECTED_IMAGES)].to(self.device)
+            metrics |= self.look_at_masks(inspected, epoch, model, masking, log_writer)
+        if encodes and self.due(epoch, self.knn_every):
             metrics |= self.neighbour_accuracies(model)
         return metrics
 
@@ -63,8 +62,6 @@ class Monitor:
     @torch.no_grad()
     def look_at_features(self, imgs: torch.Tensor, model: "MaskedAutoencoderViT") -> dict[str, float]:
         """Effective rank and mean norm of the mean patch token, which reveal a collapse without labels."""
-        if not hasattr(model, "forward_encoder"):  # custom autoencoders need not have it
-            return {}
         with autocast(self.device, amp_dtype(self.args.amp, self.device)):
             parts = [mean_patch_token(model, part.to(self.device)) for part in imgs.split(64)]
         features = torch.cat(parts).cpu()
