@@ -383,27 +383,27 @@ class PredictiveMasking(LearnedMasking):
 # --- From flags to masks ---
 
 
-def find_strategy(name: str) -> "Strategy | type[LearnedMasking]":
+def find_strategy(name: str, flag: str = "--masking") -> "Strategy | type[LearnedMasking]":
     """A registered strategy, or the function or class NAME in a user's file, given as path/to/file.py:NAME."""
     if name in STRATEGIES:
         return STRATEGIES[name]
     path, colon, entry = name.rpartition(":")
     if not colon or not path.endswith(".py"):
         known = ", ".join(STRATEGIES)
-        raise UserError(f"--masking {name} is unknown; choose from {known}, or give your own as path/to/file.py:name")
+        raise UserError(f"{flag} {name} is unknown; choose from {known}, or give your own as path/to/file.py:name")
     if not Path(path).is_file():
-        raise UserError(f"--masking {name}: there is no file {path}")
+        raise UserError(f"{flag} {name}: there is no file {path}")
     # Not named by its stem, which may be that of another module.
     spec = importlib.util.spec_from_file_location(str(Path(path).resolve()), path)
     if spec is None or spec.loader is None:
-        raise UserError(f"--masking {name}: {path} cannot be imported")
+        raise UserError(f"{flag} {name}: {path} cannot be imported")
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where dataclasses look for it
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise UserError(f"--masking {name}: {path} cannot be imported: {error}") from error
+        raise UserError(f"{flag} {name}: {path} cannot be imported: {error}") from error
     if not callable(getattr(module, entry, None)):
-        raise UserError(f"--masking {name}: {path} has no function or class {entry}")
+        raise UserError(f"{flag} {name}: {path} has no function or class {entry}")
     return getattr(module, entry)
 
 

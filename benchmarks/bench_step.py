@@ -149,10 +149,17 @@ def peak_memory(method: str, args: Namespace) -> float:
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / 1e9
 
 
-def report_memory(args: Namespace) -> None:
-    """Each method in a fresh process, because a peak is that of a process."""
+def peak_memories(contenders: dict[str, tuple[str, Namespace]]) -> dict[str, float]:
+    """Of each, given its method and flags: in a process of its own, because a peak is that of a process."""
     with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        peaks = {method: pool.apply(peak_memory, (METHODS[method], args)) for method in args.methods}
+        peaks = {name: pool.apply(peak_memory, contender) for name, contender in contenders.items()}
+        pool.close()
+        pool.join()  # killed while it tidies up, the last process would leave semaphores behind, with a warning
+    return peaks
+
+
+def report_memory(args: Namespace) -> None:
+    peaks = peak_memories({method: (METHODS[method], args) for method in args.methods})
     first = args.methods[0]
     rows = [[method, f"{peak:.2f}", f"{peak / peaks[first]:.2f}"] for method, peak in peaks.items()]
     show_table("peak memory", ["method", "GB", f"/ {first}"], rows)

@@ -3,9 +3,8 @@
 import statistics
 from argparse import Namespace
 from dataclasses import dataclass
-from multiprocessing import get_context
 
-from benchmarks.bench_step import PER_TURN, Contender, peak_memory
+from benchmarks.bench_step import PER_TURN, Contender, peak_memories
 from benchmarks.timing import alternate
 
 TIMING_ERROR = 0.05  # closer step times count as equal
@@ -28,8 +27,7 @@ class Cost:
 
 def step_costs(benches: dict[str, Namespace], baseline: str, rounds: int) -> dict[str, Cost]:
     """By strategy, given flags of benchmarks.bench_step for each."""
-    with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:  # a peak is that of a process
-        memory = {name: pool.apply(peak_memory, ("", bench)) for name, bench in benches.items()}
+    memory = peak_memories({name: ("", bench) for name, bench in benches.items()})
     contenders = {name: Contender("", bench) for name, bench in benches.items()}
     for contender in contenders.values():
         contender.iterate(2 * PER_TURN)  # until thresholded masks are near their ratio

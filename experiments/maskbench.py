@@ -91,11 +91,11 @@ def get_args_parser() -> ArgumentParser:
 def check_args(args: Namespace) -> None:
     settle_run_args(args)
     args.strategies = list(dict.fromkeys([BASELINE, *args.strategies]))
-    for name in args.strategies:
-        if name not in STRATEGIES and ":" not in name:
+    for name in (name for name in args.strategies if name not in STRATEGIES):
+        if ":" not in name:
             choices = f"choose from {', '.join(STRATEGIES)}, or give your own as path/to/file.py:name"
             raise UserError(f"--strategies {name} is unknown; {choices}")
-        find_strategy(parse(strategy_flags(name)).masking)
+        find_strategy(name, "--strategies")
     labels = {name: label_of(name) for name in args.strategies}
     if twice := [name for name in labels if list(labels.values()).count(labels[name]) > 1]:
         raise UserError(f"--strategies {' and '.join(twice)} would both be called {labels[twice[0]]}; rename one")

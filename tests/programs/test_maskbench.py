@@ -118,7 +118,7 @@ def test_mistakes_of_maskbench_end_in_a_sentence(program, tmp_path):
     mine = f"{tmp_path}/mine.py:grid"
     for flags, message in (
         (("--strategies", "nonsense"), "--strategies nonsense is unknown"),
-        (("--strategies", "none.py:stripes"), "there is no file none.py"),
+        (("--strategies", "none.py:stripes"), "--strategies none.py:stripes: there is no file none.py"),
         (("--scale", "full", "--data_set", "shapes"), "--scale full takes folder"),
         (
             ("--data_set", "shapes", "--equal", "compute", "--table_only"),
