@@ -15,6 +15,7 @@ import torch
 from small_runs import checkpoint
 
 import main_pretrain
+from benchmarks.bench_step import peak_memory
 from experiments import costs, maskbench, probe
 from experiments.archive import read_archive
 from experiments.costs import Cost
@@ -332,13 +333,8 @@ def test_an_archive_is_of_the_same_images_and_of_the_same_file(tmp_path):
 
 
 def test_costs_are_measured_once_beside_random_masks(monkeypatch, tmp_path):
-    class SameProcess:
-        Pool = staticmethod(lambda *_, **__: SameProcess())
-        __enter__ = lambda self: self  # noqa: E731
-        __exit__ = lambda *_: None  # noqa: E731
-        apply = staticmethod(lambda function, arguments: function(*arguments))
-
-    monkeypatch.setattr(costs, "get_context", lambda _: SameProcess)
+    in_this_process = lambda benches: {name: peak_memory(*bench) for name, bench in benches.items()}  # noqa: E731
+    monkeypatch.setattr(costs, "peak_memories", in_this_process)
     args, archive = arguments(*TINY, "--strategies", "ratio", "attention", "--output_dir", tmp_path), read_archive(None)
     found = maskbench.measure_costs(archive, args)
     assert found.keys() == {"random", "ratio", "attention"}
