@@ -1,7 +1,7 @@
-"""Linear classifiers on frozen features: upstream's probe, trained by gradient steps, and an exactly solved softmax.
+"""Linear classifiers on frozen features: upstream's probe, trained by gradient steps, and a fully converged softmax.
 
 LinearHeads, train_one_epoch    many heads at once: one for each run (seed) and learning rate
-fit_softmax                     one head, solved to its optimum
+fit_softmax                     one head, solved to convergence
 predict                         the five most likely classes of every image
 """
 

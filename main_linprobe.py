@@ -1,7 +1,7 @@
 """Evaluate a frozen encoder with a linear classifier on its features.
 
-Upstream's protocol: augmented images, re-encoded in each of 90 epochs, three seeds:
-    torchrun --nproc_per_node=8 main_linprobe.py --finetune runs/clmae/checkpoint-399.pth --runs 3
+Upstream's protocol, with three seeds: augmented images, re-encoded in each of 90 epochs; a batch of 16,384:
+    torchrun --nproc_per_node=8 main_linprobe.py --finetune runs/clmae/checkpoint-399.pth --accum_iter 4 --runs 3
 
 The same head on features extracted once, three seeds, with the learning rate chosen on held-out training images:
     python main_linprobe.py --finetune runs/clmae/checkpoint-399.pth --data_path data/aid --split 0.5 \

@@ -7,7 +7,7 @@ Masks from elsewhere, as an .npz with `images` (file names) and `mask` [N, L] or
     python main_masks.py masks.npz --judge runs/mae
 
 Prints a table, and writes masks.json and masks.png (how often each position is visible, and curves over training).
-util/evaluation/forensics.py explains the columns; lines below the table say what to look into.
+util/evaluation/forensics.py explains the columns; lines below the table flag likely problems.
 """
 
 from argparse import Namespace

@@ -1,12 +1,12 @@
 """Pretrain CL-MAE, vanilla MAE, or MAE with any other masking strategy on a folder of images.
 
-On ImageNet, on a machine with eight GPUs (on one: plain python with --accum_iter 16, which keeps the batch of 4,096):
+On ImageNet, with eight GPUs (with one: plain python and --accum_iter 16, for the same batch of 4,096):
     torchrun --nproc_per_node=8 main_pretrain.py --config configs/clmae_vit_base.yaml --data_path /data/imagenet
 
 The vanilla MAE baseline differs in one flag:
     torchrun --nproc_per_node=8 main_pretrain.py --config configs/clmae_vit_base.yaml --masking random ...
 
-Killed, preempted, out of time? Rerun the same command with --resume auto; the final weights are the same.
+Killed, preempted, out of time? Rerun the same command with --resume auto; on CPUs the final weights are bit-identical.
 
 On a machine with no GPU and no images:
     python main_pretrain.py --model mae_vit_micro_patch4 --input_size 32 --data_set shapes --blr 4e-3 \

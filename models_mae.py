@@ -3,7 +3,7 @@
     mae = mae_vit_base_patch16()
     loss, pred, mask = mae(imgs, mask_ratio=0.75)       # random masks, exactly as upstream
     loss, pred, mask = mae(imgs, noise=noise)           # float [N, L], the smallest stay visible: any exact-ratio mask
-    loss, pred, mask = mae(imgs, visible=visible)       # bool [N, L], True is kept: any mask, any number per image
+    loss, pred, mask = mae(imgs, visible=visible)       # bool [N, L], True is kept: any number of visible patches
     loss, pred, mask = mae(imgs, keep_prob=keep_prob)   # float [N, L]: soft masks, differentiable in keep_prob
 
 The autoencoder does not know where a mask comes from: masking.py chooses it, engine_pretrain.py passes it on.

@@ -46,7 +46,7 @@ def locked(folder: Path, name: str, patience: float = 0) -> Iterator[list[int]]:
             if time.monotonic() >= end:
                 user = shown_owner(path)
                 raise UserError(
-                    f"--output_dir {folder} is in use by {user}; wait for its end, or choose another folder"
+                    f"--output_dir {folder} is in use by {user}; wait for it to finish, or choose another folder"
                 )
             time.sleep(0.1)
     except OSError as error:
