@@ -12,6 +12,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from PIL import Image
@@ -293,6 +294,7 @@ class Fetcher:
         self.fault: str | None = None
         self.num_workers = min(num_workers, available_cpus())  # more would only compete, and torch warns about them
         self._processes = []
+        self._stream: Any = None  # torch's iterator
         self._loader = DataLoader(
             dataset,
             batch_sampler=batches,
@@ -330,11 +332,19 @@ class Fetcher:
                 raise
             self.fault = self._cause(error)
             logger.warning("%s", self.fault)
+            self._abandon()
             # Torch cannot clean up a half-built iterator, and what it then reports does not reveal the cause.
             report, sys.unraisablehook = sys.unraisablehook, lambda _: None
             error.__traceback__ = None
             sys.unraisablehook = report
             return None
+
+    def _abandon(self) -> None:
+        """End the workers without torch's own clean-up, which may wait forever for a lock that a killed worker held."""
+        if self._stream is not None:
+            for worker in self._stream._workers:
+                worker.kill()
+            self._stream._shutdown = True
 
     def _cause(self, error: Exception) -> str:
         """A sentence, with advice. How a process ended is more telling than the error that follows."""

@@ -273,6 +273,10 @@ def leave(code: int, together: bool = False) -> None:
 
 
 def end_children() -> None:
-    """End loaders that an error left behind. They ignore SIGTERM, which multiprocessing would send them at exit."""
+    """At the end of the program, end loaders that an error left behind. They ignore SIGTERM, which multiprocessing
+    would send them at exit."""
     for child in multiprocessing.active_children():
         child.kill()
+    if loaders := sys.modules.get("torch.utils.data._utils"):
+        # No clean-up by torch, which may wait forever for a lock that a child held.
+        vars(loaders)["python_exit_status"] = True

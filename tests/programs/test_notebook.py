@@ -45,6 +45,6 @@ def test_all_cells_run(monkeypatch):
     assert title == r"this run, after epoch 3 of 3, $\lambda_{CL}$ = -1.00"
     pictures = [own, curriculum, strategies]
     assert all(isinstance(each, Image.Image) for each in pictures)
-    assert own.height < min(curriculum.height, strategies.height)
+    assert own.width < curriculum.width < strategies.width  # moments and strategies are side by side
     assert list(hard) == ["its own", "random", "block", "grid", "noise", "stripes"]
     assert all(0 < error < 3 for error in hard.values())

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import re
 import struct
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -123,6 +124,29 @@ def test_a_killed_loader_process_changes_no_batch_and_is_told(clmae_log):
     )
     assert loader.fetcher.fault in clmae_log.text
     assert "was killed, as happens when memory runs out: lower --num_workers" in loader.fetcher.fault
+
+
+@pytest.mark.parametrize("when", ["while the run continues", "at its end"])
+def test_a_lock_that_a_killed_loader_process_held_blocks_nothing(when, monkeypatch):
+    monkeypatch.setattr(torch.utils.data._utils, "python_exit_status", False)
+    loader = build_pretrain_loader(parse("--data_set", "shapes", "--shapes_images", 32, "--batch_size", 4))
+    loader.fetcher = Fetcher(loader.dataset, loader.batches, loader.fetcher.collate_fn, num_workers=1)
+    batches = iter(loader)
+    next(batches)
+    stream = loader.fetcher._stream
+    held = stream._workers_done_event._cond
+    held.acquire()  # as if by the worker
+    if when == "at its end":
+        end_children()
+    else:
+        loader.fetcher._processes[0].kill()
+        assert len(list(batches)) == 7
+    ending = threading.Thread(target=stream._shutdown_workers, daemon=True)  # what the garbage collector would call
+    ending.start()
+    ending.join(10)
+    blocked = ending.is_alive()
+    held.release()
+    assert not blocked
 
 
 FAULTS = {
