@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.costs import Cost
+from experiments.costs import Cost, Costs
 from experiments.probe import FEATURES, ProbedRun
 from util.cli import UserError
 from util.jsonl import append_record, read_records
@@ -25,7 +25,7 @@ from util.jsonl import append_record, read_records
 @dataclass
 class Archive:
     path: Path | None  # None: nothing is kept
-    costs: dict[str, dict[str, Cost]] = field(default_factory=dict)  # by settings of the measurement, by strategy
+    costs: dict[str, Costs] = field(default_factory=dict)  # by settings of the measurement, by strategy
     probes: dict[tuple[str, int], ProbedRun] = field(default_factory=dict)  # by label and seed
     flags: dict[tuple[str, int], str] = field(default_factory=dict)
 
@@ -63,7 +63,7 @@ class Archive:
         }
         append_record(self.path, record)
 
-    def add_costs(self, settings: str, costs: dict[str, Cost]) -> None:
+    def add_costs(self, settings: str, costs: Costs) -> None:
         """`settings` include the device: another's step times would not be comparable."""
         known = self.costs.setdefault(settings, {})
         for strategy, cost in costs.items():

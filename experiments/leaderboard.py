@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.costs import Cost
+from experiments.costs import Cost, Costs
 from experiments.paired import FEWEST_SEEDS, LEVEL, Estimate, detectable, estimate_all, measure_noise, seeds_needed
 from experiments.probe import FEATURES, PARTS, ProbedRun
 from experiments.strategies import STRATEGIES
@@ -59,7 +59,7 @@ Probes = dict[str, dict[int, ProbedRun]]  # by label and seed
 def standings(
     entries: Sequence[Entry],
     probes: Probes,
-    costs: dict[str, Cost],
+    costs: Costs,
     measure: str,
     part: str = "all",
 ) -> list[Standing]:

@@ -11,11 +11,9 @@ what was interrupted.
 """
 
 import base64
-import json
 import math
 import sys
 from argparse import Namespace
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -24,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import main_pretrain
 import main_visualize as visualize
 from experiments.archive import Archive, read_archive
-from experiments.costs import Cost, step_costs
+from experiments.costs import Costs, cost_settings, settle_costs
 from experiments.leaderboard import (
     EFFECT,
     Entry,
@@ -42,14 +40,12 @@ from experiments.probe import AVERAGE, FEATURES, PARTS, PROTOCOL, images_of, rea
 from experiments.recipes import Variant
 from experiments.run import add_run_arguments, fetch, settle_run_args, typed_command
 from experiments.runner import work
-from experiments.strategies import BASELINE, SCALES, STRATEGIES
+from experiments.strategies import BASELINE, SCALES, STRATEGIES, shared_flags, strategy_flags
 from masking import find_strategy
 from models_mae import build_mae
-from util.checkpoint import write_text
 from util.cli import ArgumentParser, UserError, file_name, logger, positive
 from util.evaluation.features import file_hash
 from util.evaluation.tables import Table, as_markdown, as_text
-from util.misc import pick_device
 from util.program import run
 
 
@@ -104,20 +100,10 @@ def check_args(args: Namespace) -> None:
         raise UserError(f"--data_set {args.data_set}: --scale {args.scale} takes {takes}")
 
 
-def strategy_flags(name: str) -> list[str]:
-    return STRATEGIES[name].flags.split() if name in STRATEGIES else ["--masking", name]
-
-
-def shared_flags(args: Namespace) -> list[str]:
-    """Flags that all pretrainings share, without file locations."""
-    scale = SCALES[args.scale]
-    return [*scale.pretrain.split(), "--data_set", args.data_set, *scale.data[args.data_set].split(), *args.pretrain]
-
-
 # --- What to run ---
 
 
-def plan_entries(args: Namespace, costs: dict[str, Cost]) -> list[Entry]:
+def plan_entries(args: Namespace, costs: Costs) -> list[Entry]:
     """Each strategy at each length, for equal epochs, and at the length that takes as long, for equal compute."""
     standard, entries = parse(shared_flags(args)).epochs, {}
     for factor in args.epochs_factor:
@@ -155,7 +141,7 @@ def archived_flags(entry: Entry, args: Namespace) -> str:
     return " ".join([*shared_flags(args), *own, "| probe", SCALES[args.scale].probe])
 
 
-def archived_entries(archive: Archive, costs: dict[str, Cost], args: Namespace) -> list[Entry]:
+def archived_entries(archive: Archive, costs: Costs, args: Namespace) -> list[Entry]:
     """Entries for archived results of any strategy, with the same lengths and seeds; those on request must be named."""
     known = [name for name, strategy in STRATEGIES.items() if not strategy.on_request]
     known = [name for name in known if name in costs or args.equal == ["epochs"]]
@@ -191,60 +177,6 @@ def epoch_flops(settings: Namespace) -> float:
     return counter.get_total_flops() * settings.max_images
 
 
-# --- What a step costs ---
-
-
-def known_costs(archive: Archive, args: Namespace) -> dict[str, Cost]:
-    """Saved costs, so that all equal-compute runs use the same numbers; costs from other settings are ignored."""
-    file, archived = costs_file(args), archive.costs.get(cost_settings(args), {})
-    if not file.exists():
-        return archived
-    try:
-        found = json.loads(file.read_text())
-        own = {name: Cost(**values) for name, values in found["costs"].items()}
-        return archived | own if found["settings"] == cost_settings(args) else archived
-    except (ValueError, LookupError, TypeError):
-        raise UserError(f"{file} is damaged; delete it, and costs are measured again") from None
-
-
-def cost_settings(args: Namespace) -> str:
-    return " ".join([*shared_flags(args), "--device", pick_device(args.device).type])
-
-
-def costs_file(args: Namespace) -> Path:
-    return data_folder(args) / "costs.json"
-
-
-def measure_costs(archive: Archive, args: Namespace) -> dict[str, Cost]:
-    """Costs of all strategies; those not yet known are timed alternately with random masks."""
-    costs = known_costs(archive, args)
-    new = [name for name in args.strategies if name not in costs]
-    if not new:
-        return costs
-    names = list(dict.fromkeys([BASELINE, *new]))
-    logger.info("measuring the cost of an iteration: %s", ", ".join(names))
-    measured = step_costs({name: bench_args(name, args) for name in names}, BASELINE, SCALES[args.scale].rounds)
-    costs = measured | costs
-    costs_file(args).parent.mkdir(parents=True, exist_ok=True)
-    kept = {"settings": cost_settings(args), "costs": {name: asdict(cost) for name, cost in costs.items()}}
-    write_text(costs_file(args), json.dumps(kept, indent=1) + "\n")
-    return costs
-
-
-def bench_args(name: str, args: Namespace) -> Namespace:
-    """Flags of benchmarks.bench_step. A ratio that changes over the epochs counts as its mean."""
-    flags = [*shared_flags(args), *strategy_flags(name), "--warmup_epochs", "0"]
-    settings = parse(flags)
-    if settings.mask_ratio_start is not None:
-        mean = str((settings.mask_ratio_start + settings.mask_ratio) / 2)
-        flags += ["--mask_ratio", mean, "--mask_ratio_start", mean]
-    size = settings.input_size if isinstance(settings.input_size, int) else settings.input_size[0]
-    batch = SCALES[args.scale].batch_size or settings.batch_size
-    return Namespace(
-        model=settings.model, input_size=size, batch_size=batch, device=str(pick_device(args.device)), pretrain=flags
-    )
-
-
 # --- What came out ---
 
 
@@ -264,7 +196,7 @@ def collect_probes(runs: dict[Entry, list[Run]], archive: Archive, args: Namespa
 
 
 def report(
-    runs: dict[Entry, list[Run]], costs: dict[str, Cost], archive: Archive, failed: dict[Run, str], args: Namespace
+    runs: dict[Entry, list[Run]], costs: Costs, archive: Archive, failed: dict[Run, str], args: Namespace
 ) -> None:
     probes = collect_probes(runs, archive, args)
     archive.add_costs(cost_settings(args), {name: cost for name, cost in costs.items() if name in STRATEGIES})
@@ -339,31 +271,6 @@ EXPLANATIONS = [
 ]
 
 
-def settle_costs(archive: Archive, args: Namespace) -> dict[str, Cost]:
-    """Known costs; missing ones are measured here if runs start here or their length depends on them."""
-    costs, by_time = known_costs(archive, args), "compute" in args.equal
-    unknown = [name for name in args.strategies if name not in costs]
-    idle = args.dry_run or args.table_only
-    if not unknown or (not by_time and (idle or args.cluster == "slurm")):
-        return costs
-    if args.dry_run:
-        logger.warning("step times of %s are not measured yet; FLOPs stand in for them", ", ".join(unknown))
-        return costs | {name: counted_cost(name) for name in unknown}
-    if args.table_only:
-        raise UserError(f"--equal compute: the cost of {unknown[0]} is measured when it is run")
-    if args.cluster == "slurm" and args.ngpus and pick_device(args.device).type == "cpu":
-        raise UserError(
-            "--equal compute: step times are measured on this machine, which has no GPU as the jobs do; "
-            "run the same command in an interactive job on one that has"
-        )
-    return measure_costs(archive, args)
-
-
-def counted_cost(name: str) -> Cost:
-    flops = STRATEGIES.get(name, STRATEGIES[BASELINE]).flops
-    return Cost(flops, flops, flops, math.nan, math.nan)
-
-
 def check_images(archive: Archive, example: Run, args: Namespace) -> None:
     """Fail before any run whose results could not be paired with the archive's."""
     if archive.probes and args.cluster == "local":
@@ -375,7 +282,7 @@ def check_images(archive: Archive, example: Run, args: Namespace) -> None:
 def main(args: Namespace) -> None:
     check_args(args)
     archive = read_archive(args.archive)
-    costs = settle_costs(archive, args)
+    costs = settle_costs(archive.costs, args)
     asked = plan_entries(args, costs)
     entries = list(dict.fromkeys([*asked, *archived_entries(archive, costs, args)]))
     runs = {entry: [plan_bench(entry, seed, args) for seed in args.seeds] for entry in entries}

@@ -1,5 +1,6 @@
 """What MaskBench compares, and at which scales: one line for each strategy."""
 
+from argparse import Namespace
 from dataclasses import dataclass
 
 from experiments.recipes import RELEASED_FLAGS
@@ -97,3 +98,13 @@ SCALES = {
         batch_size=8,
     ),
 }
+
+
+def strategy_flags(name: str) -> list[str]:
+    return STRATEGIES[name].flags.split() if name in STRATEGIES else ["--masking", name]
+
+
+def shared_flags(args: Namespace) -> list[str]:
+    """Flags that all pretrainings share, without file locations."""
+    scale = SCALES[args.scale]
+    return [*scale.pretrain.split(), "--data_set", args.data_set, *scale.data[args.data_set].split(), *args.pretrain]

@@ -18,7 +18,7 @@ import main_pretrain
 from benchmarks.bench_step import peak_memory
 from experiments import costs, maskbench, probe
 from experiments.archive import read_archive
-from experiments.costs import Cost
+from experiments.costs import Cost, known_costs
 from experiments.leaderboard import Entry, noise_table, standings
 from experiments.maskbench import plan_bench, plan_entries
 from experiments.plan import Run
@@ -152,7 +152,7 @@ def bench(program, monkeypatch, tmp_path):
 
     done: list[str] = []
     monkeypatch.setattr(maskbench, "work", in_process)
-    monkeypatch.setattr(maskbench, "measure_costs", lambda *_: COSTS)
+    monkeypatch.setattr(costs, "measure_costs", lambda *_: COSTS)
 
     def call(*flags):
         done.clear()
@@ -281,7 +281,7 @@ def test_published_results_are_those_of_todays_strategies(data):
     archive = read_archive(str(file))
     lengths = ("--epochs_factor", 1, 4, "--equal", "epochs", "compute")
     args = arguments(*PUBLISHED[data], *EVERY, *lengths, "--device", "cpu")
-    entries = {entry.label: entry for entry in plan_entries(args, COSTS | maskbench.known_costs(archive, args))}
+    entries = {entry.label: entry for entry in plan_entries(args, COSTS | known_costs(archive.costs, args))}
     assert {("random", seed) for seed in range(3)} < archive.probes.keys()
     for label, seed in archive.probes:
         archive.check(label, seed, maskbench.archived_flags(entries[label], args))
@@ -302,7 +302,7 @@ def test_published_results_are_those_of_todays_strategies(data):
 def test_the_tables_of_the_docs_are_those_of_the_archives(data, flags):
     args = arguments(*PUBLISHED[data], "--device", "cpu", *flags)
     archive = read_archive(str(RESULTS / f"maskbench-small-{data}.jsonl"))
-    costs = maskbench.known_costs(archive, args)
+    costs = known_costs(archive.costs, args)
     entries = dict.fromkeys([*plan_entries(args, costs), *maskbench.archived_entries(archive, costs, args)])
     probes: dict[str, dict[int, ProbedRun]] = {}
     for (label, seed), probed_run in archive.probes.items():
@@ -335,18 +335,18 @@ def test_an_archive_is_of_the_same_images_and_of_the_same_file(tmp_path):
 def test_costs_are_measured_once_beside_random_masks(monkeypatch, tmp_path):
     in_this_process = lambda benches: {name: peak_memory(*bench) for name, bench in benches.items()}  # noqa: E731
     monkeypatch.setattr(costs, "peak_memories", in_this_process)
-    args, archive = arguments(*TINY, "--strategies", "ratio", "attention", "--output_dir", tmp_path), read_archive(None)
-    found = maskbench.measure_costs(archive, args)
+    args = arguments(*TINY, "--strategies", "ratio", "attention", "--output_dir", tmp_path)
+    found = costs.measure_costs({}, args)
     assert found.keys() == {"random", "ratio", "attention"}
     assert found["random"].time == 1
     assert found["random"].gflop < found["ratio"].gflop < found["attention"].gflop
     monkeypatch.setattr(costs, "Contender", None)
-    assert maskbench.measure_costs(archive, args) == maskbench.known_costs(archive, args) == found
+    assert costs.measure_costs({}, args) == known_costs({}, args) == found
     other = arguments(*TINY, "--output_dir", tmp_path, "--pretrain", "--input_size", 32)
-    assert maskbench.known_costs(archive, other) == {}
-    maskbench.costs_file(args).write_text("{")
+    assert known_costs({}, other) == {}
+    costs.costs_file(args).write_text("{")
     with pytest.raises(UserError, match="is damaged"):
-        maskbench.known_costs(archive, args)
+        known_costs({}, args)
 
 
 # --- Probes ---
