@@ -7,10 +7,13 @@ from argparse import Namespace
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
+
 from benchmarks.bench_step import PER_TURN, Contender, peak_memories
 from benchmarks.timing import alternate
 from experiments.plan import data_folder, parse
-from experiments.strategies import BASELINE, SCALES, STRATEGIES, shared_flags, strategy_flags
+from experiments.runner import machine_slots
+from experiments.strategies import BASELINE, SCALES, STRATEGIES, identify, shared_flags, strategy_flags
 from util.checkpoint import write_text
 from util.cli import UserError, logger
 from util.misc import pick_device
@@ -57,7 +60,13 @@ def settle_costs(archived: dict[str, Costs], args: Namespace) -> Costs:
 
 
 def known_costs(archived: dict[str, Costs], args: Namespace) -> Costs:
-    """Saved costs, so that all equal-compute runs use the same numbers; costs from other settings are ignored."""
+    """Saved costs, so that all equal-compute runs use the same numbers."""
+    saved = saved_costs(archived, args)
+    return {name: saved[identify(name)] for name in (*STRATEGIES, *args.strategies) if identify(name) in saved}
+
+
+def saved_costs(archived: dict[str, Costs], args: Namespace) -> Costs:
+    """By what `identify` makes of the name; costs from other settings are ignored."""
     file, known = costs_file(args), archived.get(cost_settings(args), {})
     if not file.exists():
         return known
@@ -65,7 +74,7 @@ def known_costs(archived: dict[str, Costs], args: Namespace) -> Costs:
         found = json.loads(file.read_text())
         own = {name: Cost(**values) for name, values in found["costs"].items()}
         return known | own if found["settings"] == cost_settings(args) else known
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, AttributeError):
         raise UserError(f"{file} is damaged; delete it, and costs are measured again") from None
 
 
@@ -91,11 +100,20 @@ def measure_costs(archived: dict[str, Costs], args: Namespace) -> Costs:
         return costs
     names = list(dict.fromkeys([BASELINE, *new]))
     logger.info("measuring the cost of an iteration: %s", ", ".join(names))
+    use_threads_of_runs(args)
     costs = step_costs({name: bench_args(name, args) for name in names}, SCALES[args.scale].rounds) | costs
+    saved = saved_costs(archived, args) | {identify(name): cost for name, cost in costs.items()}
+    kept = {"settings": cost_settings(args), "costs": {name: asdict(cost) for name, cost in saved.items()}}
     costs_file(args).parent.mkdir(parents=True, exist_ok=True)
-    kept = {"settings": cost_settings(args), "costs": {name: asdict(cost) for name, cost in costs.items()}}
     write_text(costs_file(args), json.dumps(kept, indent=1) + "\n")
     return costs
+
+
+def use_threads_of_runs(args: Namespace) -> None:
+    """On CPUs, how much slower a strategy is depends on the number of threads."""
+    if args.cluster == "local":
+        environment, _ = machine_slots(args.ngpus, args.jobs)[0]
+        torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", torch.get_num_threads())))
 
 
 def bench_args(name: str, args: Namespace) -> Namespace:

@@ -39,8 +39,8 @@ class Standing:
     entry: Entry
     measure: str
     part: str
-    seeds: int
-    accuracy: float
+    seeds: int  # shared with the baseline, if there is a gain
+    accuracy: float  # mean over all of its own seeds
     level: float  # its baseline's accuracy plus its gain: unlike accuracies, comparable between rows of different seeds
     gain: Estimate | None  # None for a baseline, and without its results
     cost: Cost | None
@@ -71,19 +71,18 @@ def standings(
     check_same(probes)
     known = [entry for entry in entries if probes.get(entry.label)]
     scores = {entry.label: scores_of(probes[entry.label], measure, part) for entry in known}
-    compared = {entry.label: shared for entry in known if (shared := over_baseline(entry, scores)) is not None}
+    compared = {entry: shared for entry in known if (shared := over_baseline(entry, scores)) is not None}
     epochs = {entry.label: entry.epochs for entry in entries}
-    families: list[list[str]] = []
+    families: list[list[Entry]] = []
     for baseline in dict.fromkeys(entry.baseline for entry in known):
-        rivals = [entry for entry in known if entry.baseline == baseline and entry.label in compared]
+        rivals = [entry for entry in compared if entry.baseline == baseline]
         as_long = [entry for entry in rivals if entry.epochs == epochs[baseline]]
         stretched = [entry for entry in rivals if entry not in as_long]
         as_fast = [entry for entry in as_long if entry.strategy in costs and costs[entry.strategy].like_random]
-        of_compute = stretched + as_fast if stretched else []
-        families += [[entry.label for entry in family] for family in (as_long, of_compute)]
-    gains: dict[str, Estimate] = {}
-    for labels in sorted(families, key=len):
-        gains |= zip(labels, estimate_all([compared[label] for label in labels]), strict=True)
+        families += [as_long, stretched + as_fast if stretched else []]
+    gains: dict[Entry, Estimate] = {}
+    for family in sorted(families, key=lambda family: sum(len(compared[entry]) >= FEWEST_SEEDS for entry in family)):
+        gains |= zip(family, estimate_all([compared[entry] for entry in family]), strict=True)
     accuracies = {
         label: float(np.mean([each.mean() for each in of_label.values()])) for label, of_label in scores.items()
     }
@@ -91,7 +90,7 @@ def standings(
     for entry in known:
         cost = costs.get(entry.strategy)
         compute = cost.time * entry.epochs / epochs[entry.baseline] if cost else None
-        seeds, gain = len(scores[entry.label]), gains.get(entry.label)
+        seeds, gain = len(compared.get(entry, scores[entry.label])), gains.get(entry)
         level = accuracies[entry.baseline] + gain.mean if gain else accuracies[entry.label]
         rows.append(Standing(entry, measure, part, seeds, accuracies[entry.label], level, gain, cost, compute))
     return sorted(rows, key=lambda row: -row.level)
@@ -156,15 +155,15 @@ def leaderboard_table(rows: Sequence[Standing]) -> Table:
 def features_table(by_measure: dict[str, list[Standing]]) -> Table:
     """The kinds of features side by side, in the order of the first."""
     first, *_ = by_measure.values()
-    at = {measure: {row.entry.label: row for row in rows} for measure, rows in by_measure.items()}
+    at = {measure: {row.entry: row for row in rows} for measure, rows in by_measure.items()}
     lines = []
-    for label in (row.entry.label for row in first):
+    for entry in (row.entry for row in first):
         cells = []
         for rows in at.values():
-            row = rows[label]
+            row = rows[entry]
             cells += [Cell(f"{row.accuracy:.2f}"), Cell(f"{row.gain.mean:+.2f}" if row.gain else "")]
             cells += [Cell(shown_interval(row.gain.interval) if row.gain else "")]
-        lines.append(([label], cells))
+        lines.append(([entry.label], cells))
     names = [f"{FEATURE_NAMES[measure.split('-')[1]]}:" for measure in by_measure]
     return Table("By features", [""], [Group(name, ["Acc@1", "gain", "95 %"]) for name in names], lines)
 
@@ -240,11 +239,12 @@ def leaderboard_figure(rows: Sequence[Standing]) -> Figure:
     figure = Figure(figsize=(11, 1.6 + 0.28 * len(rows)), layout="constrained")
     gains, compute = figure.subplots(1, 2, width_ratios=[1, 1.1])
     shortest = min((row.entry.epochs for row in rows if row.verdict == "baseline"), default=rows[0].entry.epochs)
+    known = list(dict.fromkeys([*STRATEGIES, *sorted(row.entry.strategy for row in rows)]))  # a user's own come last
     for at, row in enumerate(rows):
         is_baseline, alone, together = row.verdict == "baseline", None, None
         if row.gain:
             alone, together = row.gain.interval, row.gain.simultaneous
-        known, mean = [*STRATEGIES, row.entry.strategy], row.gain.mean if row.gain else 0.0  # a user's own come last
+        mean = row.gain.mean if row.gain else 0.0
         style = look(known.index(row.entry.strategy)) | ({"color": "black"} if is_baseline else {})
         points = {"markersize": 7, "linestyle": "none", "fillstyle": "full" if is_baseline or alone else "none"}
         gains.plot([mean], [at], **style, **points)

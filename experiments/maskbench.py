@@ -12,10 +12,12 @@ what was interrupted.
 
 import base64
 import math
+import shlex
 import sys
 from argparse import Namespace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -36,17 +38,18 @@ from experiments.leaderboard import (
 )
 from experiments.paired import FEWEST_SEEDS
 from experiments.plan import Run, Step, data_folder, data_name, parse
-from experiments.probe import AVERAGE, FEATURES, PARTS, PROTOCOL, images_of, read_probe
+from experiments.probe import AVERAGE, FEATURES, PARTS, PROTOCOL, hash_of_names, read_probe, unseen_by
 from experiments.recipes import Variant
 from experiments.run import add_run_arguments, fetch, settle_run_args, typed_command
 from experiments.runner import work
-from experiments.strategies import BASELINE, SCALES, STRATEGIES, shared_flags, strategy_flags
+from experiments.strategies import BASELINE, SCALES, STRATEGIES, identify, shared_flags, strategy_flags
 from masking import find_strategy
 from models_mae import build_mae
 from util.cli import ArgumentParser, UserError, file_name, logger, positive
-from util.evaluation.features import file_hash
 from util.evaluation.tables import Table, as_markdown, as_text
 from util.program import run
+
+DEFAULT_SEEDS = [0, 1, 2, 3, 4]
 
 
 def get_args_parser() -> ArgumentParser:
@@ -80,7 +83,7 @@ def get_args_parser() -> ArgumentParser:
     shown.add_argument("--measure", default="final-both", choices=measures, help="encoder and features (probe.py)")
     shown.add_argument("--part", default="all", choices=PARTS, help="images; choose settings on held_out alone")
     shown.add_argument("--html", action="store_true", help="also write an HTML report with every strategy's masks")
-    parser.set_defaults(seeds=[0, 1, 2, 3, 4])
+    parser.set_defaults(seeds=DEFAULT_SEEDS)
     return parser
 
 
@@ -98,6 +101,11 @@ def check_args(args: Namespace) -> None:
     if args.data_set not in SCALES[args.scale].data:
         takes = ", ".join(SCALES[args.scale].data)
         raise UserError(f"--data_set {args.data_set}: --scale {args.scale} takes {takes}")
+    if not args.measure.startswith("final"):
+        if args.archive:
+            raise UserError(f"--measure {args.measure}: an --archive holds results of final checkpoints only")
+        if "--last 1" in SCALES[args.scale].probe:
+            raise UserError(f"--measure {args.measure}: --scale {args.scale} probes the final checkpoint only")
 
 
 # --- What to run ---
@@ -105,18 +113,24 @@ def check_args(args: Namespace) -> None:
 
 def plan_entries(args: Namespace, costs: Costs) -> list[Entry]:
     """Each strategy at each length, for equal epochs, and at the length that takes as long, for equal compute."""
-    standard, entries = parse(shared_flags(args)).epochs, {}
-    for factor in args.epochs_factor:
-        whole = max(round(standard * factor), 1)
+    standard, entries = parse(shared_flags(args)).epochs, []
+    for whole in (max(round(standard * factor), 1) for factor in args.epochs_factor):
         baseline = label_of(BASELINE, whole, standard)
         for name in args.strategies:
-            as_many = "compute" not in args.equal or costs[name].like_random
-            lengths = [whole] if as_many or "epochs" in args.equal else []
-            lengths += [] if as_many else [max(int(standard * factor / costs[name].time), 1)]
-            for epochs in lengths:
-                label = label_of(name, epochs, standard)
-                entries.setdefault(label, Entry(label, name, epochs, baseline))
-    return list(entries.values())
+            lengths = [whole] if "epochs" in args.equal else []
+            if "compute" in args.equal:
+                lengths.append(whole if costs[name].like_random else int(whole / costs[name].time))
+            entries += [Entry(label_of(name, epochs, standard), name, epochs, baseline) for epochs in lengths]
+    return list(dict.fromkeys(entries))
+
+
+def check_lengths(asked: list[Entry], costs: Costs) -> None:
+    for entry in asked:
+        if not entry.epochs:
+            raise UserError(
+                f"--equal compute: an epoch of {entry.strategy} takes as long as {costs[entry.strategy].time:.1f} of "
+                "random masks, more than they are trained for; train for longer with --epochs_factor"
+            )
 
 
 def label_of(name: str, epochs: int = 0, standard: int = 0) -> str:
@@ -133,11 +147,8 @@ def own_flags(entry: Entry, args: Namespace) -> list[str]:
 
 
 def archived_flags(entry: Entry, args: Namespace) -> str:
-    """Flags that an archived run must match; your own strategy is identified by its file's content."""
-    own = own_flags(entry, args)
-    if entry.strategy not in STRATEGIES:
-        path, _, function = entry.strategy.rpartition(":")
-        own[own.index(entry.strategy)] = f"{function}@{file_hash(path)[:16]}"
+    """Flags that an archived run must match."""
+    own = [identify(flag) if flag == entry.strategy else flag for flag in own_flags(entry, args)]
     return " ".join([*shared_flags(args), *own, "| probe", SCALES[args.scale].probe])
 
 
@@ -150,8 +161,10 @@ def archived_entries(archive: Archive, costs: Costs, args: Namespace) -> list[En
 
 
 def plan_bench(entry: Entry, seed: int, args: Namespace) -> Run:
-    own = own_flags(entry, args)
-    folder = data_folder(args) / file_name(entry.label) / f"seed{seed}"
+    """In a folder that depends on the content of your own strategy: an edited one is another."""
+    own, content = own_flags(entry, args), identify(entry.strategy).partition("@")[2]
+    name = f"{entry.label}-{content[:8]}" if content else entry.label
+    folder = data_folder(args) / file_name(name) / f"seed{seed}"
     machine = ["--device", args.device] if args.device else []
     place = ["--data_path", args.data_path] if args.data_path else []
     flags = (*shared_flags(args), *own, *place, "--seed", str(seed), *machine)
@@ -180,16 +193,20 @@ def epoch_flops(settings: Namespace) -> float:
 # --- What came out ---
 
 
-def collect_probes(runs: dict[Entry, list[Run]], archive: Archive, args: Namespace) -> Probes:
-    """Results of finished runs, which are added to the archive, and archived results."""
+def collect_probes(runs: dict[Entry, list[Run]], archive: Archive, failed: dict[Run, str], args: Namespace) -> Probes:
+    """Results of finished runs, which are added to the archive, and archived results; those of runs whose results are
+    damaged are added to `failed`."""
     found: Probes = {}
     for entry, of_entry in runs.items():
         for each in of_entry:
+            probe = archive.probes.get((entry.label, each.seed))
             if result := each.result(each.steps[1]):
-                probe = read_probe(result)
+                try:
+                    probe = read_probe(result)
+                except UserError as error:
+                    failed[each] = str(error)
+                    continue
                 archive.add(entry.label, each.seed, archived_flags(entry, args), probe, each.settings().get("commit"))
-            else:
-                probe = archive.probes.get((entry.label, each.seed))
             if probe:
                 found.setdefault(entry.label, {})[each.seed] = probe
     return found
@@ -198,7 +215,7 @@ def collect_probes(runs: dict[Entry, list[Run]], archive: Archive, args: Namespa
 def report(
     runs: dict[Entry, list[Run]], costs: Costs, archive: Archive, failed: dict[Run, str], args: Namespace
 ) -> None:
-    probes = collect_probes(runs, archive, args)
+    probes = collect_probes(runs, archive, failed, args)
     archive.add_costs(cost_settings(args), {name: cost for name, cost in costs.items() if name in STRATEGIES})
     missing = [
         each.title
@@ -207,7 +224,8 @@ def report(
         if each not in failed and each.seed not in probes.get(entry.label, {}) and entry.strategy in args.strategies
     ]
     notes = [f"failed: {each.title}: {problem}" for each, problem in failed.items()]
-    notes += [f"not finished: {', '.join(missing)}"] if missing else []
+    if missing:
+        notes.append(f"not finished, so verdicts are preliminary: {', '.join(dict.fromkeys(missing))}")
     hidden = {label for label, _ in archive.probes} - {entry.label for entry in runs}
     notes += [f"archived, but not asked for: {', '.join(sorted(hidden))}"] if hidden else []
     if not probes:
@@ -219,12 +237,13 @@ def report(
     tables = [leaderboard_table(rows), features_table(found), noise_table(entries, probes)]
     tables = [table for table in tables if table]
     notes = [*EXPLANATIONS, *notes]
-    with_masks = any(finished(each) for of_entry in runs.values() for each in of_entry)
+    with_masks = any(each.is_finished() for of_entry in runs.values() for each in of_entry)
     if args.html and not with_masks:
         notes.append(f"--html: no report, because it shows masks, and no finished run is below {data_folder(args)}")
     logger.info("\n%s", "\n\n".join(map(as_text, tables)))
     settings = parse(shared_flags(args))
-    head = f"Scale {args.scale}, data {data_name(args)}; {settings.model}, {settings.epochs} epochs."
+    head = f"Scale {args.scale}, data {data_name(args)}; {settings.model}; seeds {' '.join(map(str, args.seeds))}."
+    head += f" Flags of all pretrainings: {shlex.join(args.pretrain)}." if args.pretrain else ""
     name = file_name("-".join(["leaderboard", args.measure, args.part, *view_of(args)]))
     figure = f"![Gains over random masks, and accuracy against compute]({name}.png)"
     parts = ["# MaskBench", head, figure, *map(as_markdown, tables), "\n".join(f"- {note}" for note in notes)]
@@ -235,16 +254,17 @@ def report(
 
 
 def view_of(args: Namespace) -> list[str]:
-    """What distinguishes the files of this comparison from those of equal epochs at the scale's own length."""
+    """What distinguishes the files of this comparison from those of the default one."""
     lengths = [f"x{factor:g}" for factor in args.epochs_factor] if args.epochs_factor != [1.0] else []
-    return [*(f"equal_{what}" for what in args.equal if args.equal != ["epochs"]), *lengths]
+    seeds = ["seeds", *map(str, args.seeds)] if args.seeds != DEFAULT_SEEDS else []
+    return [*(f"equal_{what}" for what in args.equal if args.equal != ["epochs"]), *lengths, *seeds]
 
 
 def write_html(
     stem: Path, runs: dict[Entry, list[Run]], tables: list[Table], notes: list[str], args: Namespace
 ) -> Path:
     """STEM.html: the masks of each strategy's first finished run, and below them the tables and STEM.png."""
-    first = {entry.label: each for entry, of_entry in runs.items() for each in reversed(of_entry) if finished(each)}
+    first = {entry.label: each for entry, of_entry in runs.items() for each in reversed(of_entry) if each.is_finished()}
     place = ["--data_set", args.data_set, "--data_path", args.data_path] if args.data_path else []
     folders = [str(each.folder) for each in first.values()]
     page, picture = (stem.with_name(f"{stem.name}.{suffix}") for suffix in ("html", "png"))
@@ -256,13 +276,9 @@ def write_html(
     return visualize.write_report(runs_shown, shown, section)
 
 
-def finished(each: Run) -> bool:
-    return all(map(each.is_done, each.steps))
-
-
 EXPLANATIONS = [
     "gain: points over random masks of the same seeds and images; 95 %: interval over seeds and images, from "
-    f"{FEWEST_SEEDS} seeds on; simultaneous 95 %: these intervals hold for all strategies at once, and decide",
+    f"{FEWEST_SEEDS} seeds on; simultaneous 95 %: these intervals hold for all strategies at once; they decide, not p",
     "p (Holm): corrected, as are the intervals, for the number of strategies at the same epochs or the same compute",
     "step / random: median ratio of measured times; compute: that times the epochs, over the baseline's; GFLOP per "
     "image, forward and backward; GB: peak memory of an iteration",
@@ -272,11 +288,15 @@ EXPLANATIONS = [
 
 
 def check_images(archive: Archive, example: Run, args: Namespace) -> None:
-    """Fail before any run whose results could not be paired with the archive's."""
-    if archive.probes and args.cluster == "local":
+    """Fail before any run whose results could not be shown, or not be paired with the archive's."""
+    if args.cluster == "local" and (archive.probes or args.part == "held_out"):
         trained = example.pretrain.args()
         main_pretrain.check_args(trained)
-        archive.check_images(images_of(example.steps[1].args(), vars(trained)), data_name(args))
+        unseen = unseen_by(example.steps[1].args(), vars(trained))
+        if args.part == "held_out" and not unseen.held_out:
+            raise UserError("--part held_out: there are no such images; runs use all training images")
+        if archive.probes:
+            archive.check_images(hash_of_names(np.array(unseen.names())), data_name(args))
 
 
 def main(args: Namespace) -> None:
@@ -284,27 +304,34 @@ def main(args: Namespace) -> None:
     archive = read_archive(args.archive)
     costs = settle_costs(archive.costs, args)
     asked = plan_entries(args, costs)
+    check_lengths(asked, costs)
     entries = list(dict.fromkeys([*asked, *archived_entries(archive, costs, args)]))
-    runs = {entry: [plan_bench(entry, seed, args) for seed in args.seeds] for entry in entries}
+    planned = {(entry.label, seed): plan_bench(entry, seed, args) for entry in entries for seed in args.seeds}
+    runs = {entry: [planned[entry.label, seed] for seed in args.seeds] for entry in entries}
     for entry in entries:
         for each in runs[entry]:
             archive.check(entry.label, each.seed, archived_flags(entry, args))
             each.check_settings()
     # Seed by seed: a first table is there early.
-    in_order = [(entry, runs[entry][at]) for at in range(len(args.seeds)) for entry in asked]
-    new = [(entry, each) for entry, each in in_order if (entry.label, each.seed) not in archive.probes]
+    new = {
+        planned[entry.label, seed]: entry
+        for seed in args.seeds
+        for entry in asked
+        if (entry.label, seed) not in archive.probes
+    }
     if args.dry_run:
-        logger.info("\n%s", "\n".join(typed_command(each, step, args) for _, each in new for step in each.steps))
-        left = [entry for entry, each in new if not finished(each)]
+        logger.info("\n%s", "\n".join(typed_command(each, step, args) for each in new for step in each.steps))
+        left = [entry for each, entry in new.items() if not each.is_finished()]
         hours, device = estimated_hours(left, args), SCALES[args.scale].device
         logger.info("\n%d pretrainings, about %.3g %s hours (computed)", len(left), hours, device)
         return
     failed = {}
     if new and not args.table_only:
+        example, *_ = new
         if args.download:
-            fetch(new[0][1])
-        check_images(archive, new[0][1], args)
-        failed = work([each for _, each in new], args)
+            fetch(example)
+        check_images(archive, example, args)
+        failed = work(list(new), args)
     report(runs, costs, archive, failed, args)
     if failed:
         sys.exit(1)

@@ -1,6 +1,7 @@
 """Differences paired by seed and by image, with intervals for both, corrected for their number.
 
-Both seeds and images are samples: another seed draws other weights and crops, another test set has other images. The
+Both seeds and images are samples: another seed draws other weights and crops, another test set has other images. Which
+images were pretrained on is not varied, and intervals do not cover it. The
 error of a mean difference over S seeds and N images has a part from each, as in a two-way analysis of variance with
 random effects. Intervals are Student's, with the S - 1 degrees of freedom of the seeds, and Sidak's for all differences
 together.

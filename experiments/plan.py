@@ -67,15 +67,22 @@ class Run:
     def is_done(self, step: Step) -> bool:
         return self.checkpoint().exists() and (step.protocol is None or self.result(step) is not None)
 
+    def is_finished(self) -> bool:
+        return all(map(self.is_done, self.steps))
+
     def result(self, step: Step) -> Result | None:
         """The newest result of an evaluation with these very flags, of these very weights."""
         args = step.args()
         file = results_file(Path(args.output_dir))
-        if not self.checkpoint().exists() or not file.exists() or not file.stat().st_size:
+        if not self.checkpoint().exists() or not file.exists():
             return None
         weights = hash_of(self.checkpoint(), self.checkpoint().stat().st_mtime_ns)
         given = {name: value for name, value in vars(args).items() if value is not None}  # None: as the checkpoint
-        for result in reversed(read_results(file)):
+        try:
+            results = read_results(file)
+        except UserError:
+            return None  # empty or damaged: evaluated again
+        for result in reversed(results):
             same = all(given[name] == value for name, value in result.settings.items() if name in given)
             if (result.protocol, result.data, result.checkpoint_sha256) == (step.protocol, step.data, weights) and same:
                 return result

@@ -219,11 +219,6 @@ def find_unseen(args: Namespace) -> UnseenImages:
     return UnseenImages(train, [at for at, name in enumerate(image_names(train.source)) if name not in names], test)
 
 
-def images_of(args: Namespace, trained: dict) -> str:
-    """The `ProbedRun.images` that a run with these flags gets if every image is readable."""
-    return hash_of_names(np.array(find_unseen(settle_probe_args(args, trained)).names()))
-
-
 # --- Probes ---
 
 
@@ -258,6 +253,11 @@ def probe_all(
     return top5.view(num_encoders, len(FEATURES), len(unseen), 5)
 
 
+def unseen_by(args: Namespace, trained: dict) -> UnseenImages:
+    """The images that a run with the flags `trained` will be probed on."""
+    return find_unseen(settle_probe_args(args, trained))
+
+
 def settle_probe_args(args: Namespace, trained: dict) -> Namespace:
     """The run's own flags say which images and which kind of encoder; those given here come on top."""
     given = {name: value for name, value in vars(args).items() if value is not None}
@@ -275,6 +275,11 @@ def main(args: Namespace) -> None:
     device = init_distributed_mode(args)
     images = find_unseen(args)
     names, num_held_out = images.names(), len(images.held_out)
+    # Probes are fitted on held-out images or, without any, on test images; the fold of all others is -1.
+    fitted_on = num_held_out or len(names)
+    fold_at = [fold_of(name, args.folds, args.seed) for name in names[:fitted_on]] + [-1] * (len(names) - fitted_on)
+    if len(set(fold_at[:fitted_on])) < 2:
+        raise UserError(f"{args.run} leaves {fitted_on} images to fit probes on, too few; give a lower --max_images")
     encoders = load_encoders(paths, device)
     final = list(encoders).index(str(number_of(paths[-1])))
     encoder = list(encoders.values())[final].pooled
@@ -286,9 +291,7 @@ def main(args: Namespace) -> None:
     report = Report(subject, PROTOCOL)
 
     unseen = images.features(encoders, device, args)
-    folds = torch.tensor([fold_of(names[at], args.folds, args.seed) for at in unseen.indices.tolist()])
-    if num_held_out:
-        folds[unseen.indices >= num_held_out] = -1
+    folds = torch.tensor(fold_at)[unseen.indices]
     top5 = probe_all(unseen, len(encoders), folds, len(subject.classes), args.l2, device)
     hits = (top5[..., 0] == unseen.labels).numpy()
     chosen = np.array(names)[unseen.indices.numpy()]

@@ -162,7 +162,7 @@ def notes(runs: list[Run], failed: dict[Run, str], tables: list[Table]) -> list[
     if "paper:" in headings:
         found.append("paper: pretrained on ImageNet-200, ViT-B unless the row says otherwise")
     found += [f"failed: {each.title}: {problem}" for each, problem in failed.items()]
-    missing = [each.title for each in runs if each not in failed and not all(map(each.is_done, each.steps))]
+    missing = [each.title for each in runs if each not in failed and not each.is_finished()]
     return found + ([f"not finished: {', '.join(missing)}"] if missing else [])
 
 

@@ -4,6 +4,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 
 from experiments.recipes import RELEASED_FLAGS
+from util.evaluation.features import file_hash
 
 BASELINE = "random"
 
@@ -102,6 +103,14 @@ SCALES = {
 
 def strategy_flags(name: str) -> list[str]:
     return STRATEGIES[name].flags.split() if name in STRATEGIES else ["--masking", name]
+
+
+def identify(name: str) -> str:
+    """Distinguishes a strategy from all others; your own is known by the content of its file, wherever that is."""
+    if name in STRATEGIES:
+        return name
+    path, _, function = name.rpartition(":")
+    return f"{function}@{file_hash(path)[:16]}"
 
 
 def shared_flags(args: Namespace) -> list[str]:

@@ -6,12 +6,15 @@ import importlib
 import json
 import re
 import shutil
+import subprocess
+import sys
 from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from processes import ENVIRONMENT, ROOT
 from small_runs import checkpoint
 
 import main_pretrain
@@ -24,11 +27,12 @@ from experiments.maskbench import plan_bench, plan_entries
 from experiments.plan import Run
 from experiments.probe import ProbedRun, cross_fit, find_unseen
 from experiments.runner import command
-from experiments.strategies import SCALES, STRATEGIES
+from experiments.strategies import SCALES, STRATEGIES, identify
 from models_vit import load_encoder
 from util.cli import UserError
 from util.data.shapes import ShapesDataset
 from util.data.sources import build_source, image_names
+from util.datasets import build_pretrain_loader
 from util.jsonl import append_record
 
 TINY = ("--scale", "tiny", "--data_set", "shapes")
@@ -82,6 +86,11 @@ def test_equal_compute_gives_epochs_by_step_time_and_longer_training_has_its_own
     assert long == {"random-64epochs", "tokens-64epochs", "tokens-22epochs", "block-64epochs"}
     fast = plan_entries(arguments(*flags), costs | {"block": Cost(0.8, 0.7, 0.9, 0.4, 0.1)})
     assert {"block-20epochs", "block-80epochs"} < {entry.label for entry in fast}
+    same = plan_entries(arguments(*flags), costs | {"tokens": Cost(4.0, 3.9, 4.1, 1.0, 0.2)})
+    assert {entry.baseline for entry in same if entry.label == "tokens"} == {"random", "random-64epochs"}
+    slow = costs | {"tokens": Cost(17.0, 16.9, 17.1, 1.0, 0.2)}
+    with pytest.raises(UserError, match=r"an epoch of tokens takes as long as 17\.0 of random masks"):
+        maskbench.check_lengths(plan_entries(arguments(*flags), slow), slow)
     shorter = planned(*flags, costs=costs)["tokens-5epochs"].pretrain.args()
     assert (shorter.epochs, shorter.warmup_epochs, shorter.soft) == (5, 1, "tokens")
 
@@ -128,6 +137,12 @@ def test_mistakes_of_maskbench_end_in_a_sentence(program, tmp_path):
         (("--data_set", "shapes", "--equal", "compute", "--cluster", "slurm", "--device", "cpu"), "has no GPU as the"),
         (("--data_set", "shapes", "--archive", tmp_path / "none" / "file"), f"there is no folder {tmp_path}/none"),
         (("--strategies", "grid", mine), f"--strategies grid and {mine} would both be called grid"),
+        (("--data_set", "shapes", "--measure", "last-cls"), "--scale small probes the final checkpoint only"),
+        ((*TINY, "--measure", "last-cls", "--archive", tmp_path / "new"), "holds results of final checkpoints only"),
+        (
+            (*TINY, "--part", "held_out", "--strategies", "random", "--pretrain", "--max_images", 96),
+            "--part held_out: there are no such images",
+        ),
     ):
         code, _, err = program(maskbench, *flags, "--output_dir", tmp_path)
         assert (code, message in err, err.count("\n")) == (2, True, 1), err
@@ -170,13 +185,15 @@ def probed(folder: Path) -> tuple[dict, dict[str, np.ndarray]]:
 
 
 @pytest.mark.slow
-def test_a_benchmark_is_run_probed_and_shown(bench, tmp_path):
+def test_a_benchmark_is_run_probed_and_shown(bench, program, tmp_path):
     (tmp_path / "mine.py").write_text("def stripes(ask):\n    return ask.uniform() + 2 * (ask.uniform() > 0.5)\n")
     flags = ("--strategies", "block", f"{tmp_path}/mine.py:stripes", "--seeds", 0, 1, 2)
     out, done = bench(*flags)
     assert done == ["main_pretrain", "experiments.probe on shapes"] * 9
     folder = tmp_path / "out" / "tiny" / "shapes"
-    found = {name: [probed(folder / name / f"seed{seed}") for seed in range(3)] for name in ("random", "stripes")}
+    (stripes,) = folder.glob("stripes-*")
+    folders = {"random": folder / "random", "stripes": stripes}
+    found = {name: [probed(path / f"seed{seed}") for seed in range(3)] for name, path in folders.items()}
     _, arrays = found["random"][0]
     assert arrays["encoders"].tolist() == ["0", "1", "average"]
     assert arrays["hits"].shape == (3, 3, 96 - 32 + 19)
@@ -186,25 +203,41 @@ def test_a_benchmark_is_run_probed_and_shown(bench, tmp_path):
     # Both tokens of the last checkpoint, on all images: the leaderboard's default.
     accuracy = {name: [100 * a["hits"][1, 2].mean() for _, a in found[name]] for name in found}
     assert [line["measures"]["final-both"]["all"] for line, _ in found["random"]] == pytest.approx(accuracy["random"])
-    with open(folder / "leaderboard-final-both-all.csv") as file:
+    with open(folder / "leaderboard-final-both-all-seeds-0-1-2.csv") as file:
         rows = {row["label"]: row for row in csv.DictReader(file)}
     gain = np.mean(accuracy["stripes"]) - np.mean(accuracy["random"])
     assert float(rows["stripes"]["gain"]) == pytest.approx(gain, abs=1e-4)
     assert float(rows["stripes"]["low_simultaneous"]) <= float(rows["stripes"]["low"]) <= gain
     assert rows["random"]["gain"] == ""
-    page = (folder / "leaderboard-final-both-all.md").read_text()
+    page = (folder / "leaderboard-final-both-all-seeds-0-1-2.md").read_text()
     assert re.search(rf"\| stripes \| undecided \| 2 \| 3 \| {np.mean(accuracy['stripes']):.2f} \|", page)
     assert "### Noise, from 3 seeds of 3 strategies" in page
-    assert (folder / "leaderboard-final-both-all.png").stat().st_size > 10_000
+    assert (folder / "leaderboard-final-both-all-seeds-0-1-2.png").stat().st_size > 10_000
 
     out, done = bench(*flags, "--measure", "average-cls", "--part", "held_out", "--html")
     assert done == []
     accuracy = np.mean([100 * a["hits"][2, 1][a["held_out"]].mean() for _, a in found["random"]])
     assert re.search(rf"random +baseline +2 +3 +{accuracy:.2f}", out)
-    page = (folder / "leaderboard-average-cls-held_out.html").read_text()
+    page = (folder / "leaderboard-average-cls-held_out-seeds-0-1-2.html").read_text()
     data = json.loads(re.search('id="data">(.*)</script>', page)[1])
     assert [(run["name"], len(run["moments"])) for run in data["runs"]] == [("random", 2), ("block", 2), ("stripes", 2)]
     assert re.search(rf"Leaderboard: .*>random</th><th scope=row>baseline<.*<td>{accuracy:.2f}<", page, re.DOTALL)
+
+    # A damaged result is made again, damaged predictions are reported; neither stops the others.
+    (folder / "block" / "seed0" / "probe" / "results.jsonl").write_text("{")
+    _, done = bench(*flags)
+    assert done == ["experiments.probe on shapes"]
+    (folder / "block" / "seed1" / "probe" / "crossfit-shapes-0.npz").write_bytes(b"")
+    code, out, _ = program(maskbench, *TINY, "--output_dir", tmp_path / "out", *flags, "--table_only")
+    assert code == 1
+    assert re.search(r"failed: block \(seed 1\): .*damaged or incomplete; delete .*probe and probe again", out)
+    assert re.search(r"stripes +undecided +2 +3", out)
+
+    # An edited strategy is another: nothing that its earlier version reached is shown as its own.
+    (tmp_path / "mine.py").write_text("def stripes(ask):\n    return ask.uniform()\n")
+    out, done = bench("--strategies", f"{tmp_path}/mine.py:stripes", "--seeds", 0)
+    assert done == ["main_pretrain", "experiments.probe on shapes"]
+    assert len(list(folder.glob("stripes-*"))) == 2
 
 
 def test_the_report_shows_the_images_of_the_named_set(monkeypatch, tmp_path):
@@ -213,13 +246,28 @@ def test_the_report_shows_the_images_of_the_named_set(monkeypatch, tmp_path):
     shown = []
     monkeypatch.setattr(maskbench.visualize, "checkpoints_by_run", lambda named: dict(named))
     monkeypatch.setattr(maskbench.visualize, "write_report", lambda runs, args, section: shown.append((args, section)))
-    monkeypatch.setattr(maskbench, "finished", lambda run: run.seed == 1)
+    monkeypatch.setattr(Run, "is_finished", lambda run: run.seed == 1)
     runs = {entry: [plan_bench(entry, seed, args) for seed in (0, 1)] for entry in plan_entries(args, COSTS)[:2]}
     maskbench.write_html(tmp_path / "table", runs, [], [], args)
     ((given, section),) = shown
     assert (given.data_set, given.data_path, given.names) == ("fashion_mnist", "data", ["random", "random-0.6"])
     assert [Path(folder).name for folder in given.runs] == ["seed1", "seed1"]
     assert base64.b64encode(b"a picture").decode() in section
+
+
+@pytest.mark.slow
+def test_equal_compute_from_measured_step_times_to_the_table(tmp_path):
+    """With the real queue, and all programs in processes of their own."""
+    words = [*TINY, "--strategies", "attention", "--equal", "compute", "--seeds", "0", "--output_dir", str(tmp_path)]
+    command = [sys.executable, "-m", "experiments.maskbench", *words, "--pretrain", "--epochs", "24"]
+    said = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    assert said.returncode == 0, said.stdout + said.stderr
+    times = json.loads((tmp_path / "tiny" / "shapes" / "costs.json").read_text())["costs"]
+    epochs = int(24 / times["attention"]["time"])
+    assert 1 <= epochs < 24
+    run = tmp_path / "tiny" / "shapes" / f"attention-{epochs}epochs" / "seed0"
+    assert checkpoint(run, epochs - 1)["epoch"] == epochs - 1
+    assert re.search(rf"attention-{epochs}epochs +{epochs} +1 +[\d.]+ ", said.stdout)
 
 
 @pytest.mark.slow
@@ -234,7 +282,7 @@ def test_an_archive_stands_in_for_runs_that_are_elsewhere(bench, program, monkey
 
     _, done = bench(*flags, "--strategies", "block")
     assert done == ["main_pretrain", "experiments.probe on shapes"] * 3
-    with open(folder / "leaderboard-final-both-all.csv") as file:
+    with open(folder / "leaderboard-final-both-all-seeds-0-1-2.csv") as file:
         rows = {row["label"]: row for row in csv.DictReader(file)}
     assert float(rows["random"]["acc1"]) == pytest.approx(np.mean(accuracy), abs=1e-4)
     own = [100 * probed(folder / "block" / f"seed{seed}")[1]["hits"][1, 2].mean() for seed in range(3)]
@@ -344,9 +392,19 @@ def test_costs_are_measured_once_beside_random_masks(monkeypatch, tmp_path):
     assert costs.measure_costs({}, args) == known_costs({}, args) == found
     other = arguments(*TINY, "--output_dir", tmp_path, "--pretrain", "--input_size", 32)
     assert known_costs({}, other) == {}
-    costs.costs_file(args).write_text("{")
-    with pytest.raises(UserError, match="is damaged"):
-        known_costs({}, args)
+    mine = tmp_path / "mine.py"
+    mine.write_text("def stripes(ask):\n    return ask.uniform()\n")
+    own = arguments(*TINY, "--strategies", f"{mine}:stripes", "--output_dir", tmp_path)
+    kept = json.loads(costs.costs_file(args).read_text())
+    kept["costs"][identify(f"{mine}:stripes")] = kept["costs"]["ratio"]
+    costs.costs_file(args).write_text(json.dumps(kept))
+    assert known_costs({}, own)[f"{mine}:stripes"] == found["ratio"]
+    mine.write_text("def stripes(ask):\n    return 2 * ask.uniform()\n")
+    assert known_costs({}, own).keys() == found.keys()
+    for damaged in ("{", '{"settings": "", "costs": []}'):
+        costs.costs_file(args).write_text(damaged)
+        with pytest.raises(UserError, match="is damaged"):
+            known_costs({}, args)
 
 
 # --- Probes ---
@@ -398,6 +456,29 @@ def test_a_run_on_all_training_images_is_cross_fitted_on_the_test_images(program
     assert line["measures"]["final-both"].keys() == {"all", "test"}
 
 
+def test_too_few_images_to_fit_a_probe_end_in_a_sentence(program, tmp_path):
+    run = planned(*TINY, "--output_dir", tmp_path, "--pretrain", "--max_images", 95, "--epochs", 1)["random"]
+    main_pretrain.main(run.pretrain.args())
+    code, _, err = program(probe, *run.steps[1].flags, "--last", 1)
+    assert (code, err.count("\n"), "leaves 1 images to fit probes on, too few" in err) == (2, 1, True)
+
+
+def test_runs_of_a_seed_share_weights_images_and_crops(tmp_path):
+    runs = planned(*TINY, "--strategies", "random", "noise", "attention", "--output_dir", tmp_path)
+    batches, weights = [], []
+    for run in runs.values():
+        args = run.pretrain.args()
+        main_pretrain.check_args(args)
+        main_pretrain.settle_batch_and_rates(args)
+        loader = build_pretrain_loader(args)
+        loader.set_epoch(1)
+        batches.append(torch.cat([imgs for imgs, _, _ in loader]))
+        weights.append(main_pretrain.build_networks(args, torch.device("cpu")).model.state_dict())
+    assert len(batches[0]) == 32
+    assert all(torch.equal(batch, batches[0]) for batch in batches[1:])
+    assert all(torch.equal(own[name], weights[0][name]) for own in weights[1:] for name in own)
+
+
 def test_no_image_is_classified_by_a_probe_that_was_fitted_on_it():
     """Each image has a feature of its own, from which a probe could read off any label that it has seen."""
     generator = torch.Generator().manual_seed(0)
@@ -437,7 +518,7 @@ def test_standings_compare_to_the_baseline_of_the_same_length_over_common_seeds(
     assert (rows["random"].gain, rows["random"].verdict) == (None, "baseline")
     alone = standings(entries, {"grid": probes["grid"]}, COSTS, "final-mean")
     assert [(row.gain, row.verdict) for row in alone] == [(None, "")]
-    assert (rows["grid"].seeds, rows["grid"].compute, rows["grid-64epochs"].compute) == (5, 1, 1)
+    assert (rows["grid"].seeds, rows["grid"].compute, rows["grid-64epochs"].compute) == (4, 1, 1)
     own, base = ([100 * probes[name][s].hits[0, 0].mean() for s in range(4)] for name in ("grid", "random"))
     assert rows["grid"].gain.mean == pytest.approx(np.mean(own) - np.mean(base))
 
@@ -451,6 +532,17 @@ def test_standings_compare_to_the_baseline_of_the_same_length_over_common_seeds(
     assert shared["grid"].gain.simultaneous[0] < both["grid"].gain.simultaneous[0]
     assert shared["tokens-5epochs"].gain.simultaneous[0] < both["tokens-5epochs"].gain.simultaneous[0]
     assert noise_table([*entries, stretched], with_short).title == "Noise, from 4 seeds of 2 strategies"
+
+    # A family with many strategies, but few of them with enough seeds, does not stand in for a larger correction.
+    rivals = [Entry(name, name, 16, "random") for name in ("block", "noise")]
+    unfinished = [Entry(f"{name}-5epochs", name, 5, "random") for name in ("tokens", "attention", "predictive")]
+    some = {entry.label: probes["grid"] for entry in rivals} | {entry.label: {0: made_up(0, 0)} for entry in unfinished}
+    times = COSTS | {name: Cost(2.0, 1.9, 2.1, 0.5, 0.1) for name in ("block", "noise")}
+    with_few, without = (
+        {row.entry.label: row.gain for row in standings(planned, {**probes, **some}, times, "final-mean")}
+        for planned in ([*entries, *rivals, *unfinished], [*entries, *rivals])
+    )
+    assert with_few["grid"] == without["grid"]
 
     # A family of its own for each length: the longer runs are not corrected for the number of the shorter ones.
     more = [*entries, Entry("noise", "noise", 16, "random")]
