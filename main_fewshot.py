@@ -51,7 +51,7 @@ def check_enough(labels: torch.Tensor, classes: list[str], args: Namespace) -> N
     few = [f"{name} ({count})" for name, count in zip(classes, counts, strict=True) if count < demand]
     if few:
         more = f" and {len(few) - 5} more" if len(few) > 5 else ""
-        advice = "" if args.allow_fewer else "; lower it, or take what there is with --allow_fewer"
+        advice = "" if args.allow_fewer else "; lower it, or use what there is with --allow_fewer"
         raise UserError(f"--shots {max(args.shots)}: too few training images in {', '.join(few[:5])}{more}{advice}")
 
 

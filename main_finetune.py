@@ -95,9 +95,9 @@ def get_args_parser() -> ArgumentParser:
         help="label smoothing: share spread over all classes",
     )
     images.add_argument("--reprob", default=0.25, type=probability, help="probability of random erasing")
-    images.add_argument("--remode", default="pixel", choices=ERASING, help="what fills the erased parts")
+    images.add_argument("--remode", default="pixel", choices=ERASING, help="what fills the erased regions")
     images.add_argument(
-        "--recount", default=1, type=number(int, at_least=1, at_most=1000), help="maximum number of parts to erase"
+        "--recount", default=1, type=number(int, at_least=1, at_most=1000), help="maximum number of erased regions"
     )
     images.add_argument("--resplit", action="store_true", help="upstream's; no effect: all views are augmented")
 
@@ -172,22 +172,22 @@ def check_args(args: Namespace) -> None:
     """Reject invalid combinations of flags."""
     box = args.cutmix_minmax
     if box is not None and not (len(box) == 2 and box[0] < box[1]):
-        raise UserError(f"--cutmix_minmax takes two shares of the side, the smaller first; not {box}")
+        raise UserError(f"--cutmix_minmax takes two fractions of the side, the smaller first; not {box}")
     if (args.mixup or args.cutmix or box) and args.batch_size % 2:
-        raise UserError(f"--batch_size {args.batch_size}: mixup and cutmix need pairs of images, an even number")
+        raise UserError(f"--batch_size {args.batch_size}: mixup and cutmix pair images, so it must be even")
     if args.eval and args.resume in ("", "auto"):
-        raise UserError("--eval goes with --resume FILE, a fine-tuned checkpoint, or its run's folder")
+        raise UserError("--eval needs --resume FILE, a fine-tuned checkpoint, or its run's folder")
     check_epochs(args)
 
 
 def check_data(subject: Subject, args: Namespace) -> None:
     if len(subject.classes) < 2:
-        raise UserError(f"{subject.data_name} has one class only: there is nothing to distinguish")
+        raise UserError(f"{subject.data_name} has only one class: there is nothing to classify")
     subject.check_outputs(args.nb_classes)
     if args.cutmix_minmax is not None:
         least, most = args.cutmix_minmax
         if any(int(side * least) == int(side * most) for side in args.input_size):
-            raise UserError(f"--cutmix_minmax {least} {most} leaves no box to choose in images of {args.input_size} px")
+            raise UserError(f"--cutmix_minmax {least} {most} allows no box in images of {args.input_size} px")
 
 
 def settle(subject: Subject, args: Namespace) -> None:
@@ -219,7 +219,7 @@ def start_finetuning(state: TrainingState, steps_per_epoch: int, args: Namespace
     checkpoint, source = found
     if "optimizer" not in checkpoint or "head.weight" not in ckpt.weights_of(checkpoint):
         raise UserError(
-            f"{source} is not from a fine-tuning run that could be resumed; to start from its weights, use --finetune"
+            f"{source} is not from a fine-tuning run that can be resumed; to start from its weights, use --finetune"
         )
     return resume.agreed(resume.continue_from(state, checkpoint, source, steps_per_epoch, args))
 
@@ -277,14 +277,14 @@ def train(subject: Subject, config: str, log_writer: Board, args: Namespace) -> 
 
 
 def describe_run(parameters: int, data_loader: ImageLoader, start: Start, args: Namespace) -> None:
-    logger.info("%.1fM parameters to train, %s on %s", parameters / 1e6, args.precision, args.device)
+    logger.info("%.1fM trainable parameters, %s on %s", parameters / 1e6, args.precision, args.device)
     batch = f"{args.batch_size} x {args.accum_iter}"
     if get_world_size() > 1:
         batch += f" on each of {get_world_size()} processes"
     rates = f"learning rate {args.lr:.3g}, times {args.layer_decay:g} for each layer below the head"
     logger.info("batch %s, %d iterations per epoch, %s", batch, len(data_loader), rates)
     if start.epoch >= args.epochs:
-        logger.info("all %d epochs are trained: only the test is left", args.epochs)
+        logger.info("all %d epochs are done: only the test is left", args.epochs)
 
 
 def accuracy_by_epoch(args: Namespace) -> dict[int, float]:
@@ -307,10 +307,10 @@ def test_again(args: Namespace) -> None:
     args.global_pool, args.seed = "fc_norm.weight" in classifier.state_dict(), trained.get("seed", args.seed)
     subject = subject_of(classifier, path, device, args)
     if trained.get("classes", subject.classes) != subject.classes:
-        raise UserError(f"--resume {path} was trained for other classes than {subject.data_name} has")
+        raise UserError(f"--resume {path} was trained on other classes than those of {subject.data_name}")
     if classifier.num_classes < len(subject.classes):
         outputs, classes = classifier.num_classes, len(subject.classes)
-        raise UserError(f"--resume {path} knows {outputs} classes, but {subject.data_name} has {classes}")
+        raise UserError(f"--resume {path} has {outputs} classes, but {subject.data_name} has {classes}")
     report = Report(subject, PROTOCOL)
     test = evaluate(subject.datasets["val"], classifier, device, args, "test images")
     write_results(report, test, {name: trained[name] for name in SETTINGS if name in trained}, {})

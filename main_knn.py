@@ -24,7 +24,7 @@ def get_args_parser() -> ArgumentParser:
     knn.add_argument(
         "--distance", default="euclidean", choices=["euclidean", "cosine"], help="distance between features"
     )
-    knn.add_argument("--k", type=count, nargs="+", help="numbers of neighbours to vote; default: 1 5 10 20")
+    knn.add_argument("--k", type=count, nargs="+", help="numbers of neighbours that vote; default: 1 5 10 20")
     knn.add_argument("--block_mb", default=256, type=number(at_least=1), help="megabytes per block of distances")
     knn.add_argument("--batch_size", default=256, type=count, help="images encoded at once, per process")
     add_evaluation_arguments(parser)

@@ -28,7 +28,7 @@ def get_args_parser() -> ArgumentParser:
     probe.add_argument("--batch_size", default=512, type=count, help="images per process per iteration")
     probe.add_argument("--epochs", default=90, type=count, help="passes over the data")
     probe.add_argument("--accum_iter", default=1, type=count, help="micro-batches per update")
-    probe.add_argument("--runs", default=1, type=count, help="repeat with seeds seed, seed + 1, ... for a deviation")
+    probe.add_argument("--runs", default=1, type=count, help="number of runs, with seeds seed, seed + 1, ...")
     probe.add_argument(
         "--cache_features", action="store_true", help="train on features extracted once: no augmentation, much cheaper"
     )
@@ -86,7 +86,7 @@ from util.training.resume import Unfinished
 def check_args(args: Namespace) -> None:
     """Reject invalid combinations of flags."""
     if args.eval != (args.resume not in ("", "auto")):
-        raise UserError("--eval goes with --resume FILE, the .pth of a finished probe; --resume auto continues one")
+        raise UserError("--eval needs --resume FILE, the .pth of a finished probe; --resume auto continues one")
     if args.batch_size * place_in_world()[1] < 2:
         raise UserError("--batch_size 1: batch normalisation needs at least two images")
     if args.lr_grid is not None and args.lr is not None:
@@ -234,7 +234,7 @@ def is_head(entry: object) -> bool:
 
 def restore_probe(state: dict, subject: Subject, path: str) -> list[Fit]:
     if state["classes"] != subject.classes:
-        raise UserError(f"--resume {path} was trained for other classes than {subject.data_name} has")
+        raise UserError(f"--resume {path} was trained on other classes than those of {subject.data_name}")
     ours = subject.settings()
     theirs = state.get("features", ours)
     for name in theirs | ours:

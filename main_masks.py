@@ -160,7 +160,7 @@ def measure_file(name: str, path: Path, judge: Snapshot | None, args: Namespace)
     roots = [Path(), path.parent, *([Path(args.data_path)] if args.data_path else [])]
     files = [next((root / each for root in roots if os.path.isfile(root / each)), None) for each in names]
     if None in files:
-        raise UserError(f"{path} names {names[files.index(None)]}, which is neither next to it nor in --data_path")
+        raise UserError(f"{path} names {names[files.index(None)]}, found neither next to it nor in --data_path")
     images = read_images(ImageList(Names.pack(map(str, files))), len(files), args.seed)
     if len(images) != len(files):
         raise UserError(f"{path}: some of its images cannot be read")
@@ -204,7 +204,7 @@ def report(found: list[Measured]) -> None:
             "-" if each.epoch is None else str(each.epoch),
             "-" if each.lambda_cl is None else f"{each.lambda_cl:+.2f}",
             *(f"{each.metrics[name]:.3f}" if name in each.metrics else "-" for name in columns),
-            "look" if each.look else "ok",
+            "check" if each.look else "ok",
         ]
         for each in found
     ]
@@ -212,7 +212,7 @@ def report(found: list[Measured]) -> None:
     for each in found:
         moment = "" if each.epoch is None else f", epoch {each.epoch}"
         for sentence in each.look:
-            logger.info("look: %s%s: %s", each.run, moment, sentence)
+            logger.info("check: %s%s: %s", each.run, moment, sentence)
 
 
 def write_measures(found: list[Measured], folder: Path) -> None:

@@ -246,7 +246,7 @@ def check_args(args: Namespace) -> None:
     settle_mask_args(args)
     args.mean, args.std = pixel_statistics(args.in_chans, args.mean, args.std)
     if args.init and args.resume not in ("", "auto"):
-        raise UserError("--init starts a new run and --resume FILE continues one: give one of them, or --resume auto")
+        raise UserError("--init starts a new run and --resume FILE continues one: use one of them, or --resume auto")
     check_epochs(args)
 
 

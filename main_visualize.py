@@ -124,7 +124,7 @@ def draw_animations(runs: dict[str, list[Path]], source: Source, args: Namespace
     written = []
     for name, paths in runs.items():
         if len(paths) < 2:
-            raise UserError(f"--animate: {name} has one checkpoint; a run with --save_every 1 keeps one of each epoch")
+            raise UserError(f"--animate: {name} has one checkpoint; a run with --save_every 1 keeps one per epoch")
         gif = Path(args.output_dir) / f"{file_name(name)}.gif"
         animation(draw_blocks([(name, path) for path in paths], read_images(source, 1, args.seed), args), gif)
         written.append(gif)

@@ -174,7 +174,7 @@ def mae_of(checkpoint: dict, source: str, *, model: str | None = None) -> Masked
     check_encoder(encoder, source)
     weights = weights_of(checkpoint)
     if "mask_token" not in weights:
-        raise UserError(f"{source} has no decoder: it holds an encoder alone")
+        raise UserError(f"{source} has no decoder: it holds only an encoder")
     size = size_of(checkpoint, encoder)
     size = {} if size is None else {"img_size": size}
     norm_pix_loss = bool(settings_of(checkpoint).get("norm_pix_loss"))
@@ -208,7 +208,7 @@ def encoder_weights(checkpoint: dict, source: str) -> dict[str, torch.Tensor]:
     """The encoder's part of a checkpoint: no decoder, no head. The checkpoint may also be a bare state dict."""
     weights = weights_of(checkpoint)
     if not isinstance(weights, dict) or "patch_embed.proj.weight" not in weights:
-        raise UserError(f"{source} holds no patch_embed.proj.weight: it is not a checkpoint of a MAE or ViT")
+        raise UserError(f"{source} holds no patch_embed.proj.weight: it is not a checkpoint of an MAE or ViT")
     return {key: value for key, value in weights.items() if not key.startswith(("decoder_", "mask_token", "head."))}
 
 
@@ -228,7 +228,7 @@ def infer_model(weights: dict[str, torch.Tensor], source: str) -> str:
         if size[:3] == (patch_size, width, depth):
             return name
     size = f"patch size {patch_size}, width {width} and depth {depth}"
-    raise UserError(f"{source} holds a ViT of {size}, which is none of {', '.join(MODELS)}")
+    raise UserError(f"{source} holds a ViT of {size}, which matches none of {', '.join(MODELS)}")
 
 
 def size_of(checkpoint: dict, weights: dict[str, torch.Tensor]) -> tuple[int, int] | None:
@@ -252,7 +252,7 @@ def fit_weights(
     own = encoder.state_dict()
     unused = "norm." if "fc_norm.weight" in own else "fc_norm."
     if "norm.weight" in own and "norm.weight" not in weights and "fc_norm.weight" in weights:
-        raise UserError(f"{source} was fine-tuned with --global_pool, so it has no norm of the [CLS] token: add that")
+        raise UserError(f"{source} was fine-tuned with --global_pool, so it has no norm for [CLS]: add --global_pool")
     weights = {key: value for key, value in weights.items() if not key.startswith(unused)}
     if "fc_norm.weight" in own and "fc_norm.weight" not in weights:
         weights |= {key: value for key, value in own.items() if key.startswith("fc_norm.")}

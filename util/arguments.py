@@ -73,7 +73,7 @@ def add_data_arguments(parser: ArgumentParser, of_run: bool = False) -> None:
     data.add_argument(
         "--pin_mem", action="store_true", help="page-locked batches, for faster copies to a GPU (default)"
     )
-    data.add_argument("--no_pin_mem", action="store_false", dest="pin_mem", help="turn that off")
+    data.add_argument("--no_pin_mem", action="store_false", dest="pin_mem", help="do not use page-locked batches")
     data.set_defaults(pin_mem=True)
 
 
@@ -246,7 +246,7 @@ def settle_shared_args(args: Namespace) -> None:
             raise UserError(f"--input_size takes a side, or height and width, in pixels; not {sides}")
         args.input_size = [sides[0], sides[-1]]
     if args.dist_on_itp or (args.world_size > 1 and "WORLD_SIZE" not in os.environ):
-        raise UserError("--dist_on_itp and --world_size start nothing; use torchrun for several processes")
+        raise UserError("--dist_on_itp and --world_size do not start processes; use torchrun")
     for name in getattr(args, "track", []):
         if (
             spec := importlib.util.find_spec(name)

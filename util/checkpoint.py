@@ -136,7 +136,7 @@ def check_form(entries: dict, form: dict[str, Callable[[Any], bool]], source: st
         except Exception:  # a check may assume the type it expects
             fits = False
         if not fits:
-            raise UserError(f"{source} is damaged, or of another program: `{name}` is {reprlib.repr(entries[name])}")
+            raise UserError(f"{source} is damaged, or from another program: `{name}` is {reprlib.repr(entries[name])}")
 
 
 def check_checkpoint(checkpoint: dict, source: str) -> None:
@@ -147,7 +147,7 @@ def check_checkpoint(checkpoint: dict, source: str) -> None:
     check_form(settings, FLAGS, source)
     epoch, epochs = checkpoint.get("epoch", -1), settings.get("epochs", math.inf)
     if epoch >= epochs:
-        raise UserError(f"{source} is damaged, or of another program: `epoch` is {epoch} of {epochs}")
+        raise UserError(f"{source} is damaged, or from another program: `epoch` is {epoch} of {epochs}")
 
 
 # --- The content of a checkpoint ---
@@ -274,7 +274,7 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
             write(file)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
         reason = reason_of(error)
-        raise UserError(f"cannot write the checkpoint {path} ({reason}); what was there before is untouched") from error
+        raise UserError(f"cannot write the checkpoint {path} ({reason}); existing files are untouched") from error
 
 
 def reason_of(error: BaseException) -> str:
@@ -440,7 +440,7 @@ def check_numbers(state_dict: dict, source: str, counters: Collection[str] = ())
         if value.is_floating_point() == (key in counters) or value.dtype == torch.bool or value.is_complex():
             raise UserError(f"{source}: {key} is of type {value.dtype}, which weights cannot have")
         if not bool(value.float().isfinite().all()):
-            raise UserError(f"{source}: {key} is not finite; did the training diverge? Take an earlier checkpoint")
+            raise UserError(f"{source}: {key} is not finite; did the training diverge? Use an earlier checkpoint")
 
 
 def some_of(keys: list[str], most: int = 5) -> str:
@@ -491,5 +491,5 @@ def read_or_report(path: Path) -> dict | None:
     try:
         return load_checkpoint(path, mapped=True)
     except UserError as error:
-        logger.warning("%s; trying the one before it", error)
+        logger.warning("%s; trying the previous one", error)
         return None

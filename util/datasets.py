@@ -358,7 +358,7 @@ class Fetcher:
         if cause := shortage(error):
             return cause
         if signal.SIGKILL in ended_by:
-            return "a loader process was killed, as happens when memory runs out: lower --num_workers or --batch_size"
+            return "a loader process was killed, probably for lack of memory: lower --num_workers or --batch_size"
         return (
             f"loader processes failed ({type(error).__name__}: {str(error).partition(chr(10))[0]}); try --num_workers 0"
         )

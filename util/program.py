@@ -23,8 +23,8 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 LAUNCHER = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None  # torchrun's process, if it started this one
 INTERRUPTED_BY_HAND = 130  # the exit code of a program that Ctrl-C ends
 FEW_DESCRIPTORS = "too few file descriptors: raise the limit with `ulimit -n`, or lower --num_workers"
-SHM_FULL = "/dev/shm is full, through which loader processes hand over batches: enlarge it, or use --num_workers 0"
-OUT_OF_MEMORY = "out of memory: lower --batch_size, --input_size or --num_workers, or take a smaller --model"
+SHM_FULL = "/dev/shm is full (loader processes pass batches through it): enlarge it, or use --num_workers 0"
+OUT_OF_MEMORY = "out of memory: lower --batch_size, --input_size or --num_workers, or choose a smaller --model"
 SHORTAGES = {  # known by error number, or by what torch says
     FEW_DESCRIPTORS: ((errno.EMFILE, errno.ENFILE), ("Too many open files", "items of ancdata")),
     SHM_FULL: ((), ("out of shared memory", "shared memory(shm)", "unable to write to file </torch_", "/dev/shm")),

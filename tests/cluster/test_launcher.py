@@ -1,4 +1,4 @@
-"""Jobs of a cluster: what is asked of it, and, on a real SLURM, runs on two nodes that survive what clusters do."""
+"""Cluster jobs: what is requested, and, on a real SLURM, runs on two nodes that survive interruptions."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def submitted(slurm, monkeypatch, tmp_path):
 
 
 def job_in(told):
-    """The number of the job that the launcher has told of."""
+    """The job number that the launcher has printed."""
     return re.search(r"^(?:.* )?job (\d+)$", told, re.MULTILINE)[1]
 
 
@@ -156,7 +156,7 @@ def test_arrays_multiply():
     ("argv", "expected"),
     [
         (("--cluster", "slurm"), "no SLURM here (no srun)"),
-        (("--cluster", "local"), "--cluster local is this machine alone: use --nodes 1"),
+        (("--cluster", "local"), "--cluster local runs on this machine only: use --nodes 1"),
         (("--cluster", "debug", "--nodes", "1", "--ngpus", "2"), "--ngpus 1, or 0"),
         (("--nodes", "0"), "argument --nodes: 0 must be at least 1"),
         (("--ngpus", "-1"), "argument --ngpus: -1 must be at least 0"),
@@ -236,7 +236,7 @@ def test_local_processes_as_a_user_starts_them(background, tmp_path):
 
 @pytest.fixture(scope="module")
 def reference(slurm, tmp_path_factory):
-    """An uninterrupted run on two nodes, started by the very command of a user."""
+    """An uninterrupted run on two nodes, started with the command a user would run."""
     folder = tmp_path_factory.mktemp("reference")
     command = [sys.executable, str(ROOT / "submitit_pretrain.py"), "--nodes", "2", "--ngpus", "0", *RUN]
     done = run_to_end(command, cwd=folder, env=slurm.env)

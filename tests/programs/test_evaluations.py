@@ -185,7 +185,7 @@ def test_a_head_is_not_tested_on_other_classes(evaluate, tmp_path, monkeypatch):
     monkeypatch.setattr("util.data.shapes.SHAPES", dict(zip("abcdefghij", shapes.SHAPES.values(), strict=True)))
     code, _, err = evaluate("linprobe", "--eval", "--resume", tmp_path / "out" / "linprobe-cached-shapes-0.pth")
     assert code == 2
-    assert "was trained for other classes than shapes has" in err
+    assert "was trained on other classes than those of shapes" in err
 
 
 def test_an_interrupted_probe_goes_on_where_it_was(evaluate, tmp_path, monkeypatch):
@@ -216,7 +216,7 @@ def test_an_interrupted_probe_goes_on_where_it_was(evaluate, tmp_path, monkeypat
     for name, change in changes.items():
         code, _, err = evaluate("linprobe", *grid, *cut, "--resume", "auto", *change)
         assert code == 2
-        assert f"was begun with another {name}" in err
+        assert f"was started with another {name}" in err
 
     epochs.clear()
     monkeypatch.setattr(main_linprobe, "train_one_epoch", lambda *args: epochs.append(1) or original(*args))
@@ -358,8 +358,8 @@ BAD = {
     "batch of one": ("linprobe", ("--batch_size", "1"), "--batch_size 1: batch normalisation needs at least two"),
     "batch too large": ("linprobe", ("--batch_size", "101"), "100 training images do not fill one batch of 101"),
     "batch too large for the rest": ("linprobe-cached", ("--batch_size", "95", "--lr_grid", "1"), "90 training images"),
-    "eval without head": ("linprobe", ("--eval",), "--eval goes with --resume FILE"),
-    "head without eval": ("linprobe", ("--resume", "x.pth"), "--eval goes with --resume FILE"),
+    "eval without head": ("linprobe", ("--eval",), "--eval needs --resume FILE"),
+    "head without eval": ("linprobe", ("--resume", "x.pth"), "--eval needs --resume FILE"),
     "not a head": ("linprobe", ("--eval", "--resume", "{checkpoint}"), "is not the .pth of a finished linear probe"),
     "negative rate": ("linprobe", ("--lr", "-1"), "argument --lr: -1 must be above 0"),
     "nothing to train": ("linprobe", ("--start_epoch", "3"), "--start_epoch 3 leaves none of the 3 --epochs"),
@@ -465,7 +465,7 @@ def test_two_processes_give_the_result_of_one(evaluate, two_processes, tmp_path,
 
 
 def test_two_processes_name_unreadable_images_once(two_processes, tmp_path, checkpoint, folder):
-    """Those of the second process too, which is silent otherwise."""
+    """Including those of the second process, which is otherwise silent."""
     for path in ("cat/0.png", "eel/0.png"):
         (folder / "test" / path).write_bytes(b"")
     data = ("--data_path", folder, "--num_workers", 0, "--device", "cpu", "--finetune", checkpoint)

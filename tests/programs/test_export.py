@@ -1,4 +1,4 @@
-"""What tools.export writes, loaded by those it is written for, and what it says to what it cannot export."""
+"""What tools.export writes, loaded by the libraries it is meant for, and its errors for what it cannot export."""
 
 import json
 import os
@@ -451,7 +451,7 @@ def test_mistakes_end_with_one_sentence(program, micro, tmp_path):
     refuse(r"CHECKPOINT .*empty is a folder without checkpoint-N\.pth", tmp_path / "empty", *timm_)
     refuse(r"damaged\.pth is damaged", tmp_path / "damaged.pth", *timm_)
     refuse(r"other\.pth holds no patch_embed", tmp_path / "other.pth", *upstream)
-    refuse(r"odd\.pth holds a ViT of .* depth 3, which is none of", tmp_path / "odd.pth", *timm_)
+    refuse(r"odd\.pth holds a ViT of .* depth 3, which matches none of", tmp_path / "odd.pth", *timm_)
     for name in ("hf", "upstream", "safetensors"):
         wants = rf"encoder\.pth has no decoder, which --format {name} includes; add --encoder_only"
         refuse(wants, tmp_path / "encoder.pth", "--format", name)

@@ -223,7 +223,7 @@ def test_a_job_that_is_restarted_goes_on(tmp_path):
 
 
 def test_two_processes_give_the_result_of_one(finetune, two_processes, pretrained, tmp_path):
-    """Up to rounding, where nothing is drawn for a process's part of a batch: no mixup, no drop path."""
+    """Up to rounding, as long as nothing is drawn per process: no mixup, no drop path."""
     same = ("--mixup", 0, "--cutmix", 0, "--drop_path", 0, "--epochs", 1, "--warmup_epochs", 0, "--lr", 1e-3)
     flags = (*DATA, *SHORT, *same, "--finetune", pretrained, "--output_dir", tmp_path / "two", "--batch_size", 4)
     codes, out, err = two_processes("main_finetune", *flags)
@@ -255,21 +255,21 @@ BAD = {
     "unknown model": (("--model", "resnet50"), "--model resnet50 is unknown"),
     "missing checkpoint": (("--finetune", "none.pth"), "none.pth: No such file or directory"),
     "damaged checkpoint": (("--finetune", "{tmp}/bad.pth"), "bad.pth is damaged"),
-    "odd batch": (("--batch_size", "7"), "--batch_size 7: mixup and cutmix need pairs"),
-    "batch of one": (("--batch_size", "1"), "--batch_size 1: mixup and cutmix need pairs"),
+    "odd batch": (("--batch_size", "7"), "--batch_size 7: mixup and cutmix pair images"),
+    "batch of one": (("--batch_size", "1"), "--batch_size 1: mixup and cutmix pair images"),
     "batch too large": (("--batch_size", "50"), "48 images do not fill one batch of 50"),
-    "one class": (("--data_set", "folder", "--data_path", "{data}"), "has one class only"),
+    "one class": (("--data_set", "folder", "--data_path", "{data}"), "has only one class"),
     "few outputs": (("--nb_classes", "9"), "--nb_classes 9 is less than the 10 classes"),
     "policy": (("--aa", "rand-q3"), "--aa rand-q3 is not a timm policy"),
     "alpha": (("--finetune", "", *MODEL, "--in_chans", "4"), "--aa rand-m9-mstd0.5-inc1 is for grey and colour"),
     "erasing": (("--remode", "blur"), "argument --remode: invalid choice: 'blur'"),
     "mixing": (("--mixup_mode", "row"), "argument --mixup_mode: invalid choice: 'row'"),
-    "box": (("--cutmix_minmax", "0.8", "0.2"), "--cutmix_minmax takes two shares"),
-    "no box": (("--cutmix_minmax", "0.50", "0.51"), "leaves no box to choose"),
+    "box": (("--cutmix_minmax", "0.8", "0.2"), "--cutmix_minmax takes two fractions"),
+    "no box": (("--cutmix_minmax", "0.50", "0.51"), "allows no box"),
     "probability": (("--reprob", "2"), "argument --reprob: 2 must be at least 0 and at most 1"),
     "drop path": (("--drop_path", "1"), "argument --drop_path: 1 must be at least 0 and below 1"),
     "layer decay": (("--layer_decay", "0"), "argument --layer_decay: 0 must be above 0"),
-    "eval of nothing": (("--eval",), "--eval goes with --resume FILE"),
+    "eval of nothing": (("--eval",), "--eval needs --resume FILE"),
     "eval of an encoder": (("--eval", "--resume", "{pretrained}"), "has no head.weight"),
     "resume an encoder": (("--resume", "{pretrained}"), "to start from its weights, use --finetune"),
     "nothing to train": (("--start_epoch", "3"), "--start_epoch 3 leaves none of the 3 --epochs"),
@@ -300,7 +300,7 @@ def test_other_classes_are_not_tested(finetune, program, tmp_path):
     pets = ("--data_path", tmp_path / "pets", "--num_workers", 0, "--device", "cpu", "--output_dir", "")
     code, _, err = program(main_finetune, *pets, "--eval", "--resume", tmp_path / "out")
     assert code == 2
-    assert "was trained for other classes than pets has" in err
+    assert "was trained on other classes than those of pets" in err
 
 
 def test_a_loss_that_explodes_ends_with_exit_code_3(finetune, tmp_path):

@@ -1,4 +1,4 @@
-"""The program as a user runs it: flags, files, and what it says to bad input."""
+"""The program as a user runs it: flags, files, and errors for bad input."""
 
 import re
 import sys
@@ -253,12 +253,12 @@ BAD = {
     "a ratio that moves": (("--mask_ratio_start", "0.5"), "--mask_ratio_start needs masks of an exact ratio"),
     "unknown device": (("--device", "gpu9"), "--device 'gpu9'"),
     "missing checkpoint": (("--resume", "none.pth"), "none.pth: No such file or directory"),
-    "two beginnings": (("--init", "a.pth", "--resume", "b.pth"), "give one of them, or --resume auto"),
+    "two beginnings": (("--init", "a.pth", "--resume", "b.pth"), "use one of them, or --resume auto"),
     "missing weights": (("--init", "none.pth"), "none.pth: No such file or directory"),
     "indivisible batch": (("--global_batch_size", "9", "--accum_iter", "2"), "--global_batch_size 9 cannot be split"),
     "nothing to train": (("--epochs", "3", "--start_epoch", "3"), "--start_epoch 3 leaves none of the 3 --epochs"),
     "negative minutes": (("--save_minutes", "-1"), "argument --save_minutes: -1 must be at least 0"),
-    "processes without a launcher": (("--world_size", "4"), "use torchrun for several processes"),
+    "processes without a launcher": (("--world_size", "4"), "do not start processes; use torchrun"),
     "unlabelled knn": (
         ("--data_set", "folder", "--data_path", "{flat}", "--batch_size", "1", "--knn_every", "1"),
         "val",

@@ -1,4 +1,4 @@
-"""Checkpoints and resuming as a user meets them: what is saved when, what goes on, what is refused."""
+"""Checkpoints and resuming as a user sees them: what is saved when, what resumes, what is refused."""
 
 import os
 import resource
@@ -221,7 +221,7 @@ def test_the_first_process_checks_a_checkpoint_for_all_and_nobody_keeps_it_mappe
 
 @pytest.fixture
 def full_disk(monkeypatch):
-    """A set of names: checkpoints of these the system refuses to write in full."""
+    """A set of checkpoint names that the system refuses to write in full."""
     names = set()
 
     def save(path, state, original=util.checkpoint.save_checkpoint):
@@ -252,7 +252,7 @@ def test_full_disk_at_the_end_keeps_the_checkpoint_before(cli, tmp_path, full_di
     code, _, err = cli(*SMALL, "--output_dir", tmp_path, "--save_minutes", 0)
     assert code == 2
     assert "cannot write the checkpoint" in err
-    assert "(File too large); what was there before is untouched" in err
+    assert "(File too large); existing files are untouched" in err
     assert checkpoint(tmp_path, "last")["epoch"] == 0
     full_disk.clear()
     assert cli(*SMALL, "--output_dir", tmp_path, "--resume", "auto")[0] == 0, "when there is room again"

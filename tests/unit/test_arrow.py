@@ -1,4 +1,4 @@
-"""Images in tables: whatever holds the same files gives the same batches, labels, names and errors."""
+"""Images in tables: the same files in any format give the same batches, labels, names and errors."""
 
 import io
 import json
@@ -39,7 +39,7 @@ def photo(seed: int) -> bytes:
 
 
 def rows_of(split: str, per_class: int) -> list[dict]:
-    """Class after class is drawn in turns, so that rows are not grouped as folders group files."""
+    """Classes alternate, so that rows are not grouped by class as files in folders are."""
     first = 0 if split == "train" else 100
     return [
         {"image": {"bytes": photo(first + 10 * label + i), "path": f"{i}.jpg"}, "label": label}
@@ -205,7 +205,7 @@ def test_columns_are_found_or_named(tmp_path):
     )
     (tmp_path / "plain").mkdir()
     plain.to_parquet(tmp_path / "plain" / "0.parquet")
-    with pytest.raises(UserError, match="--image_column has to name one of photo, thumb"):
+    with pytest.raises(UserError, match="--image_column must name one of photo, thumb"):
         build_source(parse("--data_path", tmp_path / "plain"), "train")
     flags = ("--data_path", tmp_path / "plain", "--image_column", "photo")
     assert build_source(parse(*flags), "pretrain").classes == []

@@ -105,7 +105,7 @@ def test_damaged_files_are_named(tmp_path, damage):
 
 
 def test_wherever_a_file_is_damaged_the_one_beside_it_is_taken(tmp_path, clmae_log):
-    """A flipped bit in tensors, pickle, padding, directory or end record; and a file cut at every tenth."""
+    """A flipped bit in tensors, pickle, padding, directory or end record; a file truncated at every tenth."""
     newest = tmp_path / "checkpoint-1.pth"
     save_checkpoint(tmp_path / "checkpoint-0.pth", {"epoch": 0})
     good = {"model": {"w": torch.arange(300.0)}, "epoch": 1, "args": {"epochs": 2, "classes": ["a", "b"]}}
@@ -123,11 +123,11 @@ def test_wherever_a_file_is_damaged_the_one_beside_it_is_taken(tmp_path, clmae_l
         if path == newest:  # the bit does not matter, as in padding
             assert_identical(found, good)
     assert refused > 0.4 * len(flipped)
-    assert "trying the one before it" in clmae_log.text
+    assert "trying the previous one" in clmae_log.text
 
 
 def test_memory_that_runs_out_is_not_taken_for_damage(tmp_path, monkeypatch):
-    """Or --resume auto would go back to an older checkpoint."""
+    """Otherwise, --resume auto would fall back to an older checkpoint."""
     save_checkpoint(tmp_path / "checkpoint-0.pth", {"epoch": 0})
     for error in (MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ...")):
         monkeypatch.setattr(torch, "load", lambda *_, error=error, **__: (_ for _ in ()).throw(error))
@@ -214,7 +214,7 @@ def test_an_entry_that_is_not_what_it_should_be_is_refused_by_name(tmp_path, ent
     assert_identical(load_checkpoint(tmp_path / "x.pth"), GOOD)
     for value in ODD[entry]:
         save_checkpoint(tmp_path / "x.pth", {**GOOD, entry: value})
-        with pytest.raises(UserError, match=r"x\.pth is damaged, or of another program: `\w+` is "):
+        with pytest.raises(UserError, match=r"x\.pth is damaged, or from another program: `\w+` is "):
             load_checkpoint(tmp_path / "x.pth")
 
 
@@ -318,7 +318,7 @@ def test_second_name_survives_a_new_file_under_the_first(tmp_path, monkeypatch):
 
 
 def test_a_link_that_was_made_although_the_system_reports_an_error_harms_nothing(tmp_path, monkeypatch):
-    """On NFS, where the answer was lost and the question repeated."""
+    """As on NFS, where a lost reply makes the client repeat the request."""
 
     def link_and_fail(*names, original=os.link):
         original(*names)

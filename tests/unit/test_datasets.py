@@ -123,7 +123,7 @@ def test_a_killed_loader_process_changes_no_batch_and_is_told(clmae_log):
         for a, b in zip(ours, theirs, strict=True)
     )
     assert loader.fetcher.fault in clmae_log.text
-    assert "was killed, as happens when memory runs out: lower --num_workers" in loader.fetcher.fault
+    assert "was killed, probably for lack of memory: lower --num_workers" in loader.fetcher.fault
 
 
 @pytest.mark.parametrize("when", ["while the run continues", "at its end"])
@@ -182,7 +182,7 @@ def test_what_loader_processes_lack_is_told(monkeypatch, case):
 
 
 def test_a_fault_of_ones_own_keeps_its_traceback(monkeypatch):
-    """Also when it occurs in a loader process first."""
+    """Even if it occurs first in a loader process."""
     dataset = build_pretrain_loader(parse("--data_set", "shapes")).dataset
     fetcher = Fetcher(dataset, [[(0, "index")]], collate, num_workers=1)
     fetcher.restart()
@@ -346,7 +346,7 @@ def test_class_list(class_folders, tmp_path):
 
 
 def test_training_needs_a_folder_called_train_beside_val(class_folders):
-    """As class folders, Train and val would both be trained on."""
+    """Otherwise, Train and val would be class folders, and both would be trained on."""
     (class_folders / "train").rename(class_folders / "Train")
     for split in ("pretrain", "train", "val"):
         with pytest.raises(UserError, match=r"has val but no train; rename its training folder to train"):
@@ -433,7 +433,7 @@ def test_split_is_for_a_single_folder(class_folders, one_folder):
 
 
 def test_training_and_held_out_images_have_the_same_classes(class_folders, tmp_path):
-    """Or a class could not be tested, or never be right; chosen classes need nothing of the others."""
+    """Otherwise, a class could not be tested, or could never be correct. Only selected classes must agree."""
     for path in (class_folders / "val" / "b").iterdir():
         path.unlink()
     write_image(class_folders / "val" / "zebra" / "0.png")
@@ -461,7 +461,7 @@ def test_names_do_not_depend_on_where_the_data_lies(class_folders, monkeypatch):
 
 
 def test_the_identity_of_data_in_existing_checkpoints():
-    """Or runs that were started before could not be resumed."""
+    """Otherwise, earlier runs could not be resumed."""
     flags = ("--data_set", "shapes", "--shapes_images", 3)
     digest = hashlib.sha256(b"shapes/pretrain/0\nshapes/pretrain/1\nshapes/pretrain/2").hexdigest()
     for split in ("pretrain", "train"):  # pretraining, fine-tuning
@@ -483,7 +483,7 @@ def test_the_identity_of_data_in_existing_checkpoints():
     ],
 )  # fmt: skip
 def test_a_flag_without_effect_is_refused(flags, unused):
-    """It would be recorded with the run as if it had one."""
+    """It would be recorded with the run as if it had had one."""
     with pytest.raises(UserError, match=f"^{unused}; leave it out"):
         parse(*flags.split())
 

@@ -1,4 +1,4 @@
-"""A folder is scanned once, by the first process, without being led astray; loaders share what it found."""
+"""A folder is scanned once, by the first process, whatever links it contains; loaders share the result."""
 
 import multiprocessing
 import os
@@ -78,7 +78,7 @@ def test_every_program_lists_each_folder_once(data, listed, tmp_path):
 
 
 def test_images_come_in_the_order_of_torchvision(data):
-    """So that runs begun with either see the same images."""
+    """So that runs started with either see the same images."""
     theirs = ImageFolder(data / "train")
     ours = samples(build_source(parse("--data_path", data), "train"))
     assert [(str(data / name), label) for name, label in ours] == theirs.samples
@@ -93,7 +93,7 @@ def test_a_saved_list_replaces_the_scan(data, listed, tmp_path, clmae_log):
     listed.clear()
     assert [samples(build_source(parse(*flags), split)) for split in ("train", "val")] == scanned
     assert listed == []
-    assert "12 images, as" in clmae_log.text
+    assert "12 images listed in" in clmae_log.text
     random.Random(0).shuffle(lines)
     (tmp_path / "lists" / "files.txt").write_text("\n".join(lines))
     assert samples(build_source(parse(*flags), "train")) == scanned[0], "such as from find, in any order"

@@ -1,4 +1,4 @@
-"""The evaluation encoder: upstream's features, any checkpoint, and what it says to the wrong one."""
+"""The evaluation encoder: upstream's features, any checkpoint, and clear errors for the wrong one."""
 
 import argparse
 from functools import partial
@@ -157,7 +157,7 @@ def test_what_does_not_fit_is_named(tmp_path, mae):
         load(state, model="vit_giant")
     odd = mae_vit_micro_patch4(img_size=32).state_dict()
     odd = {key: value for key, value in odd.items() if not key.startswith("blocks.3.")}
-    with pytest.raises(UserError, match="patch size 4, width 64 and depth 3, which is none of"):
+    with pytest.raises(UserError, match="patch size 4, width 64 and depth 3, which matches none of"):
         load(odd)
     with pytest.raises(UserError, match="not divisible by the patch size 4"):
         load(state, input_size=(30, 32))

@@ -1,4 +1,4 @@
-"""What is checked between epochs tells of the encoder, costs little, and leaves no trace in the training."""
+"""The checks between epochs describe the encoder, cost little, and do not affect training."""
 
 import random
 
@@ -45,7 +45,7 @@ def test_a_collapse_is_warned_of_once(monkeypatch):
     torch.nn.init.ones_(model.norm.bias)
     collapsed = [after_epoch(checks, model, epoch) for epoch in (1, 2)]
     assert collapsed[0]["encoder/rank"] == pytest.approx(1, abs=1e-3)
-    assert [message.partition(":")[0] for message in warnings] == ["the encoder collapses"]
+    assert [message.partition(":")[0] for message in warnings] == ["the encoder is collapsing"]
     model.norm.bias.data *= float("nan")
     assert after_epoch(checks, model) == {}, "the saver refuses such weights"
 

@@ -109,7 +109,7 @@ def open_splits(args: Namespace) -> dict[str, Table]:
         raise
     except (OSError, ValueError, DatasetsError) as error:
         reason = " ".join(str(error.__cause__ or error).split())
-        offline = "; without a network, HF_HUB_OFFLINE=1 opens what was fetched before, and nothing else"
+        offline = "; without a network, HF_HUB_OFFLINE=1 opens only what is already downloaded"
         advice = offline if isinstance(error, ConnectionError) else ""
         raise UserError(f"--data_path {path} cannot be opened: {reason[:300]}{advice}") from None
     return {str(name): table for name, table in found.items()} if isinstance(found, dict) else {"train": found}
@@ -176,7 +176,7 @@ def image_column(table: Table, args: Namespace) -> str:
     if len(found) == 1 and args.image_column in (None, found[0]):
         return found[0]
     if args.image_column is None and found:
-        raise UserError(f"--data_path {args.data_path}: --image_column has to name one of {', '.join(found)}")
+        raise UserError(f"--data_path {args.data_path}: --image_column must name one of {', '.join(found)}")
     columns = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
     named = f"--image_column {args.image_column} is " if args.image_column else ""
     raise UserError(

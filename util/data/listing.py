@@ -127,7 +127,7 @@ class Listing:
     def save(self, path: Path) -> None:
         """One line per file, in the format of `--file_list`."""
         if (self.names.text == ord("\n")).any():
-            logger.warning("%s is not written: the name of an image has a line break", path)
+            logger.warning("%s is not written: an image name contains a line break", path)
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -162,7 +162,7 @@ def scan_or_read(args: Namespace) -> Listing:
     root, path = data_root(args), Path(args.file_list) if args.file_list else None
     if path is not None and path.exists():
         listing = arrange(root, read_file_list(path))
-        logger.info("%d images, as %s lists them; %s is not scanned", len(listing.names), path, root)
+        logger.info("%d images listed in %s; %s is not scanned", len(listing.names), path, root)
         return listing
     listing = arrange(root, scan(root))
     if path is not None:
@@ -207,7 +207,7 @@ def scan(root: str) -> Directories:
                 logger.info("scanning %s: %d images so far", root, sum(map(len, found.values())))
         level = below
     if left_out:
-        logger.warning("folders that others link to are listed once; left out: %s", ", ".join(left_out[:5]))
+        logger.warning("folders reachable by several paths are listed once; left out: %s", ", ".join(left_out[:5]))
     return found
 
 

@@ -64,11 +64,11 @@ def check_same_images(a: Predictions, b: Predictions) -> None:
     if differs.any():
         at = int(differs.argmax())
         first, second = (f"{side.images[at]} (label {side.labels[at]})" for side in (a, b))
-        difference = f"image {at} is {first} in the one and {second} in the other"
+        difference = f"image {at} is {first} in one and {second} in the other"
     else:
-        difference = f"the one has {len(a.images)} images and the other {len(b.images)}"
+        difference = f"one has {len(a.images)} images and the other {len(b.images)}"
     raise UserError(
-        f"{a.path} and {b.path} are of different images and cannot be paired: {difference}; "
+        f"{a.path} and {b.path} cover different images and cannot be paired: {difference}; "
         "evaluate both on the same data"
     )
 
@@ -140,8 +140,8 @@ def caveats(runs: list[EvaluatedRun]) -> list[str]:
         for old in run.replaced:
             last = run.results[old.protocol, old.data].origin_of_weights
             found.append(
-                f"{run.name} has results of {old.title} from several checkpoints: that of {last}, "
-                f"the last, is used, not that of {old.origin_of_weights}"
+                f"{run.name} has results of {old.title} from several checkpoints: the last "
+                f"({last}) is used, not {old.origin_of_weights}"
             )
     baseline, *others = runs
     for other in others:

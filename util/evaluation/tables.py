@@ -134,11 +134,13 @@ def table_notes(names: list[str], rows: list[Comparison]) -> list[str]:
         )
         if repeated:
             notes.append(
-                "with several seeds, p is the largest of theirs, each against the same seed of the baseline, and a "
-                "star needs a difference in the same direction with every seed"
+                "with several seeds, p is the largest over seeds, each paired with the same seed of the baseline; a "
+                "star requires a difference in the same direction for every seed"
             )
     classes = {row.data: result.settings["classes"] for row in rows for result in row.results if result}
-    notes += [f"{data} has {number} classes: Acc@5 says little" for data, number in classes.items() if number < TOP]
+    notes += [
+        f"{data} has {number} classes: Acc@5 is uninformative" for data, number in classes.items() if number < TOP
+    ]
     return notes + [f"missing: {gap}" for gap in missing(names, rows)]
 
 

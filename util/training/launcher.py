@@ -143,9 +143,7 @@ def launch(program: str, parser: ArgumentParser, argv: list[str] | None = None) 
         args = parser.parse_args(argv)
         variants = [program_args(parser.parse_args([*argv, *flags])) for flags in combinations(args.array)]
         if len(variants) > 1 and "%j" not in variants[0].output_dir:
-            raise UserError(
-                f"--array: the runs would share {variants[0].output_dir}; put %j, the job id, into its name"
-            )
+            raise UserError(f"--array: the runs would share {variants[0].output_dir}; put %j, the job id, in its name")
         with flags_named(parser, args):
             for variant in variants:
                 check_before_submission(program, variant)
@@ -199,9 +197,9 @@ def build_executor(program: str, args: Namespace, after: str | None = None) -> s
     if args.cluster == "slurm" and shutil.which("srun") is None:
         raise UserError("there is no SLURM here (no srun); use --cluster local, or torchrun without a cluster")
     if args.cluster != "slurm" and args.nodes > 1:
-        raise UserError(f"--cluster {args.cluster} is this machine alone: use --nodes 1")
+        raise UserError(f"--cluster {args.cluster} runs on this machine only: use --nodes 1")
     if args.cluster == "debug" and args.ngpus > 1:
-        raise UserError("--cluster debug is this process alone: use --ngpus 1, or 0")
+        raise UserError("--cluster debug runs in this process only: use --ngpus 1, or 0")
     # A job starts in the current folder, which need not be the project's.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     executor = submitit.AutoExecutor(args.job_dir, cluster=args.cluster, slurm_max_num_timeout=MOST_TIMEOUTS)

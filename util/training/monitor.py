@@ -72,7 +72,7 @@ class Monitor:
         if collapsed and not self.collapsed:
             self.collapsed = True
             logger.warning(
-                "the encoder collapses: features of %d images have rank %.2f, norm %.2g", len(imgs), rank, norm
+                "the encoder is collapsing: features of %d images have rank %.2f, norm %.2g", len(imgs), rank, norm
             )
         return {"encoder/rank": rank, "encoder/norm": norm}
 

@@ -87,7 +87,7 @@ def refuse_lost_moments(checkpoint: dict, name: str, source: str) -> None:
     began = checkpoint.get("step", 0) > 0 or checkpoint.get("epoch", -1) >= 0
     scale = checkpoint[name.replace("optimizer", "scaler")].get("scale", FIRST_SCALE)
     if began and scale >= FIRST_SCALE and not checkpoint[name]["state"]:
-        raise UserError(f"{source} has lost its optimizer state; take an earlier checkpoint, or --init for its weights")
+        raise UserError(f"{source} has lost its optimizer state; use an earlier checkpoint, or --init for its weights")
 
 
 def load_optimizer(optimizer: Optimizer, state: dict, source: str) -> None:
@@ -96,7 +96,7 @@ def load_optimizer(optimizer: Optimizer, state: dict, source: str) -> None:
     groups = optimizer.state_dict()["param_groups"]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in state["param_groups"]]:
-        raise UserError(f"{source} has optimizer state of other parameters than this model has; check --model")
+        raise UserError(f"{source} has optimizer state for other parameters than this model's; check --model")
     for number, kept in state["state"].items():
         if kept.keys() != MOMENTS[type(optimizer).__name__] or not all(
             fits_parameter(value, parameters[number], name) for name, value in kept.items()
@@ -214,7 +214,7 @@ def continue_from(state: TrainingState, checkpoint: dict, source: str, steps_per
         listing = "; ".join(changed)
         if not args.allow_changes:
             raise UserError(
-                f"{source} was trained with other settings: {listing}. Pass the same, or --allow_changes to continue"
+                f"{source} was trained with other settings: {listing}. Pass the same settings, or --allow_changes"
             )
         logger.warning("resuming from %s with other settings: %s", source, listing)
     log = checkpoint.get("log")
@@ -317,7 +317,7 @@ class Unfinished:
         state = ckpt.load_checkpoint(self.path)
         theirs = state.get("identity", {})
         if differing := [name for name, value in self.identity.items() if theirs.get(name) != value]:
-            raise UserError(f"{self.path} was begun with another {', '.join(differing)}; delete it to start over")
+            raise UserError(f"{self.path} was started with another {', '.join(differing)}; delete it to start over")
         try:
             heads.load_state_dict(state["heads"])
             load_optimizer(optimizer, state["optimizer"], str(self.path))
