@@ -1,4 +1,4 @@
-"""What the tests share: upstream's figures, a tiny model, and a small tensor of shapes."""
+"""What the tests share: upstream's numbers, a tiny model, and a small tensor of shapes."""
 
 import json
 import logging
@@ -49,14 +49,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def golden() -> dict[str, torch.Tensor]:
-    """Figures of a tiny upstream MAE: weights, images, noise, and what it made of them."""
+    """Golden values of a tiny upstream MAE: weights, images, noise, and its outputs."""
     with np.load(DATA / "mae_tiny.npz") as file:
         return {name: torch.from_numpy(file[name]) for name in file.files}
 
 
 @pytest.fixture(scope="session")
 def golden_util() -> dict[str, np.ndarray]:
-    """Figures of upstream's schedules, optimizer and position embeddings."""
+    """Golden values of upstream's schedules, optimizer and position embeddings."""
     with np.load(DATA / "util.npz") as file:
         return {name: file[name] for name in file.files}
 

@@ -1,9 +1,9 @@
-"""Damage files and read them again: what is changed is refused, or gives the very same values. No other error, no hang.
+"""Damage files and read them again: each is refused or gives the same values. No other error, no hang.
 
     python -m tests.fuzz_files --cases 10000
 
-A case is a function of its number: `--first 4711 --cases 1` repeats one. Damage is of one place, as disks and cut-off
-transfers cause it; somebody who forges checksums is not stopped by them.
+A case is a function of its number: `--first 4711 --cases 1` repeats one. Damage is local, as from faulty disks
+and interrupted transfers; forged checksums are out of scope.
 """
 
 import argparse
@@ -93,7 +93,7 @@ DAMAGE = (flip, flip_near_the_end, cut, lose_the_start, overwrite, remove, repea
 
 @dataclass
 class Subject:
-    """`read` gives the values that a program would use of the file, or REFUSED."""
+    """`read` gives the values that a program would use from the file, or REFUSED."""
 
     path: Path
     read: Callable[[], Any]

@@ -1,4 +1,4 @@
-"""An autoencoder that is not ours, as a user would bring one: removed patches become a mask token before the encoder,
+"""A user's own autoencoder: removed patches become a mask token before the encoder,
 and one linear layer predicts the pixels (after SimMIM, Xie et al., CVPR 2022)."""
 
 import torch

@@ -1,4 +1,4 @@
-"""An image source of a user's own: the protocol and nothing else."""
+"""A user's own image source: the protocol and nothing else."""
 
 from PIL import Image
 

@@ -50,7 +50,7 @@ def parser_stub(flags: dict) -> str:
 
 
 def make_tree(root: Path, api: dict[str, list[str]], flags: dict) -> Path:
-    """Upstream's util has no __init__.py, nor has this one."""
+    """Upstream's util has no __init__.py, and neither does this one."""
     for file, lines in api.items():
         text = stub(lines)
         program = file.removesuffix(".py")

@@ -129,7 +129,7 @@ def test_a_process_that_dies_is_reported_within_seconds(background, tmp_path):
 
 @pytest.mark.parametrize("moment", ["starting from the beginning", "epoch 1/50 done"])
 def test_processes_whose_torchrun_is_gone_save_and_end(background, tmp_path, moment):
-    """A new torchrun may be about to continue the run in the same folder."""
+    """A new torchrun may be about to resume the run in the same folder."""
     flags = (*SMALL, "--resume", "auto", "--output_dir", tmp_path / "out")
     process, said = background(torchrun(2, ROOT / "main_pretrain.py", *flags))
     wait_for(moment, said, process)

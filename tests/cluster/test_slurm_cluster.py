@@ -1,4 +1,4 @@
-"""The SLURM that other tests run jobs on: two nodes with GPUs, preemption, and nothing left afterwards."""
+"""The SLURM cluster that other tests use: two nodes with GPUs, preemption, and nothing left behind."""
 
 from pathlib import Path
 

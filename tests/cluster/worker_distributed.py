@@ -1,4 +1,4 @@
-"""What test_distributed.py runs in each of several processes: one epoch of small variants, with all that it made noted.
+"""What test_distributed.py runs in each of several processes: one epoch of small variants, with everything recorded.
 
 torchrun --nproc_per_node=2 tests/cluster/worker_distributed.py OUTPUT.pth
 """
@@ -128,7 +128,7 @@ def mean_at(offset):
 
 
 def steps_that_stop():
-    """What this process hears, step by step, of a signal that the last process gets before its second of four."""
+    """What this process learns in each of four steps about a signal that the last process gets before its second."""
     stop, heard = StopRequest(), []
     for step in range(4):
         if step == 1 and get_rank() == get_world_size() - 1:

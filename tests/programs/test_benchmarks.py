@@ -1,4 +1,4 @@
-"""The benchmarks run, and what they compute from measurements is right. No speed is tested."""
+"""The benchmarks run and evaluate their measurements correctly. Speed itself is not tested."""
 
 from benchmarks import bench_loader, bench_step
 from benchmarks.timing import alternate, ratio

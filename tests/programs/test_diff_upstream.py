@@ -1,4 +1,4 @@
-"""The comparison with upstream tells what is kept, what is broken, and what it could not find out."""
+"""The comparison with upstream reports what is kept, what is broken, and what could not be checked."""
 
 import json
 import shutil

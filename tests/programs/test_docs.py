@@ -1,4 +1,4 @@
-"""What the documentation shows: commands that are marked runnable do run, and the reference of flags is today's."""
+"""The documentation: commands marked runnable do run, and the flag reference is up to date."""
 
 import importlib
 import os
@@ -33,7 +33,7 @@ def test_the_reference_of_flags_is_not_stale():
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if RUNNABLE.search(page.read_text())], ids=title)
 def test_runnable_commands_run(clone, page):
-    """All of a page, in its order: later commands use what earlier ones leave."""
+    """All commands of a page, in order: later ones use the output of earlier ones."""
     script = "\n".join(RUNNABLE.findall(page.read_text(encoding="utf-8")))
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**ENVIRONMENT, "PATH": path, "PYTHONPATH": ""}

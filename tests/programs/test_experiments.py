@@ -140,7 +140,7 @@ def test_probes_are_the_mean_of_three_runs(scale):
 
 
 def test_paper_flags_go_to_the_papers_runs_of_clmae_alone():
-    """MAE has no use for them, and would no longer share its runs with the other recipes."""
+    """MAE does not need them, and would no longer share its runs with the other recipes."""
     for name in ("main_results", "losses", *TUNING, "masks_no_kl"):
         for variant in RECIPES[name].variants:
             assert ("--soft" in variant.flags) is not variant.baseline

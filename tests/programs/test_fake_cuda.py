@@ -48,7 +48,7 @@ def test_no_fault_goes_unseen(found):
 
 
 def test_the_host_waits_only_where_the_code_says_so(found):
-    """In no variant is there another sync, such as a value that is read or a blocking copy."""
+    """No variant has any other sync, such as reading a value or a blocking copy."""
     expected = {name: {LOG: 1} for name in found["variants"]}
     expected |= {name: {MASKS: 1, LOG: 1} for name in THRESHOLDED} | {"accumulating": {MASKS: 2, LOG: 1}}
     expected["features"] = {FEATURES: 2}

@@ -1,4 +1,4 @@
-"""Folders that are shared, full, or suddenly gone: programs say so in a sentence, and lose nothing that was written."""
+"""Folders that are shared, full, or suddenly gone: programs report this in one sentence and lose nothing written."""
 
 import shutil
 import subprocess
@@ -93,7 +93,7 @@ def test_a_folder_that_is_removed_meanwhile_is_named(cli, tmp_path, monkeypatch)
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A disk of 16 MB, and a function that leaves so many kilobytes of it."""
+    """A 16 MB disk, and a function that fills it up to the given number of free kilobytes."""
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", disk], capture_output=True).returncode:

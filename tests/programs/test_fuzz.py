@@ -1,4 +1,4 @@
-"""The front door: no value of any flag leads to a traceback, a hang, or a file where none belongs."""
+"""The command line: no flag value leads to a traceback, a hang, or a stray file."""
 
 import sys
 

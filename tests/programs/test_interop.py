@@ -1,4 +1,4 @@
-"""docs/interop.md, as it stands there: our masks in other autoencoders, and theirs in ours."""
+"""The code of docs/interop.md, verbatim: our masks in other autoencoders, and theirs in ours."""
 
 import re
 
@@ -16,7 +16,7 @@ BLOCKS = re.findall(r"^```python ?(\S*)\n(.*?)^```", PAGE, re.MULTILINE | re.DOT
 
 
 class IndexMAE(torch.nn.Module):
-    """An autoencoder that is told tokens by their indices, as lightly's is; its networks are ours."""
+    """An autoencoder that takes tokens by index, as lightly's does, built from our networks."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What masks are like: metrics that follow from how the masks were made, and the program that reports them."""
+"""Mask metrics, on masks whose values are known by construction, and the program that reports them."""
 
 import json
 

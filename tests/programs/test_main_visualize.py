@@ -138,7 +138,7 @@ def test_random_masks_have_no_heat_map(runs):
 
 
 def untold(model):
-    """A snapshot of weights alone, as upstream publishes them."""
+    """A snapshot of a weights-only file, as upstream publishes them."""
     return Snapshot("run", model.eval(), Masking(MaskSettings(), model.patch_embed.grid_size), {}, None, None, 0.75)
 
 
@@ -261,7 +261,7 @@ def test_folder_of_data_shows_images_that_were_not_trained_on(runs, tmp_path):
 
 
 def test_official_weights_without_flags(draw, tmp_path):
-    """As upstream publishes them for its demo: the model alone, or the encoder alone."""
+    """As upstream publishes them for its demo: only the model, or only the encoder."""
     model = mae_vit_micro_patch4()
     torch.save({"model": model.state_dict()}, tmp_path / "full.pth")
     assert draw(tmp_path / "full.pth", *SHAPES, "--norm_pix_loss")[0] == 0

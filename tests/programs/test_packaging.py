@@ -1,4 +1,4 @@
-"""What `pip install .` installs: all that the programs need, and nothing that is no part of them."""
+"""What `pip install .` installs: everything that the programs need, and nothing else."""
 
 import importlib.metadata
 import re

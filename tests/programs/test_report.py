@@ -1,4 +1,4 @@
-"""The HTML report: all that it promises is in it, nothing in a name runs, and it works in a browser."""
+"""The HTML report: it is complete, names cannot inject code, and it works in a browser."""
 
 import base64
 import io
@@ -93,7 +93,7 @@ def test_every_run_and_checkpoint_is_in_it_as_computed(report, runs):
 
 
 def test_masks_of_all_checkpoints_share_their_random_draw(report):
-    """What changes from one checkpoint to the next is then the work of training."""
+    """So what changes from one checkpoint to the next is due to training."""
     masks = [moment["visible"] for moment in data_of(report)["runs"][0]["moments"]]
     assert masks[0] == masks[1] == masks[2]
 

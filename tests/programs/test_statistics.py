@@ -1,4 +1,4 @@
-"""--mean and --std: kept in the checkpoint, and followed by whatever opens it."""
+"""--mean and --std: stored in the checkpoint and used by every program that loads it."""
 
 import json
 from argparse import Namespace

@@ -1,4 +1,4 @@
-"""Programs that are stopped, or that lack something: a sentence, an exit code, and no work lost."""
+"""Programs that are stopped or run out of something: one sentence, an exit code, and no work lost."""
 
 import os
 import signal

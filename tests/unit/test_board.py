@@ -1,4 +1,4 @@
-"""Trackers: all get the same, a resumed run sends nothing twice, and none of them ends a run."""
+"""Trackers: all receive the same data, a resumed run sends nothing twice, and none of them ends a run."""
 
 import importlib.util
 import json
@@ -149,7 +149,7 @@ for epochs in ("1", "2"):
 
 @pytest.mark.slow
 def test_the_real_ones_offline(tmp_path):
-    """A run and its resumption, and nothing that they started outlives them."""
+    """A run and its resumption; nothing that they started outlives them."""
     pytest.importorskip("wandb")
     pytest.importorskip("trackio")
     out, database = tmp_path / "out", tmp_path / "trackio"

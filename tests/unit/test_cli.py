@@ -1,4 +1,4 @@
-"""The front door: names and paths as users give them, and what the system says of them."""
+"""The command line: names and paths as users give them, and what the system reports about them."""
 
 import argparse
 import errno

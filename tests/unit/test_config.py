@@ -1,4 +1,4 @@
-"""Config files: what a run writes repeats it, and what a file says is checked like flags."""
+"""Config files: the one that a run writes reproduces it, and their values are checked like flags."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -35,7 +35,7 @@ def settled(*flags) -> dict:
 
 
 def test_the_papers_config_is_the_bare_command(monkeypatch):
-    """With the paper's batch and classes, which no default can know."""
+    """With the paper's batch and classes, which have no default."""
     monkeypatch.setattr(main_pretrain, "get_world_size", lambda: 8)
     for size in ("base", "large", "huge"):
         ours = settled("--config", f"configs/clmae_vit_{size}.yaml")

@@ -27,7 +27,7 @@ def torchvision_crops(width, height, number=NUMBER, scale=(0.2, 1.0)):
 
 @pytest.mark.parametrize("size", [(500, 375), (375, 500), (300, 300), (600, 300)])
 def test_pretraining_draws_as_torchvision(size):
-    """600 x 300: where many draws do not fit and are repeated."""
+    """600 x 300, where many draws do not fit and are repeated."""
     ours, theirs = crops(draw_crop, *size), torchvision_crops(*size)
     statistics = (
         lambda top, left, height, width: top,
@@ -70,6 +70,6 @@ def test_crops_lie_inside_and_follow_area_and_aspect():
 
 
 def test_one_draw_is_cut_to_the_image_and_never_drawn_again():
-    """torchvision would look for a smaller crop, so that full height would be rare on a flat image."""
+    """torchvision would retry with a smaller crop, which makes full height rare on a wide image."""
     flat = crops(draw_crop_once, 200, 20, scale=(0.5, 1.0))
     assert all(height == 20 for _, _, height, _ in flat)

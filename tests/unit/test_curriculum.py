@@ -1,6 +1,6 @@
-"""The method works: masks stay healthy, the module is a partner first and an adversary last, and what a loss is for
-shows when it is switched off. Tiny networks on the built-in shapes, with the paper's weights unless a test says
-otherwise. How masks change over whole runs at the defaults takes longer than a test may: `experiments.run attention`
+"""The method works: masks stay healthy, the module is a partner first and an adversary last, and switching
+off a loss shows what it is for. Tiny networks on the built-in shapes, with the paper's weights unless a test says
+otherwise. How masks change over whole runs at the defaults takes too long for a test: `experiments.run attention`
 and docs/results.md."""
 
 from copy import deepcopy

@@ -192,7 +192,7 @@ def test_a_file_cut_short_is_refused_wherever_the_crop_lies(share, exactly, prog
 
 
 def damaged(data, rng):
-    """A few bytes changed, zeroed, gone, or moved, anywhere in the file."""
+    """A few bytes changed, zeroed, removed or moved, anywhere in the file."""
     at, other, length = rng.randrange(len(data)), rng.randrange(len(data)), rng.choice((1, 4, 50, 200))
     new = rng.choice(
         (rng.randbytes(length), bytes(length), b"\xff" * length, b"", b"\xff" + rng.randbytes(1), data[other:][:length])
@@ -211,7 +211,7 @@ def is_read(decode_it):
 @pytest.mark.usefixtures("decoder")
 @pytest.mark.parametrize("options", [{}, {"progressive": True}, {"restart_marker_rows": 2}], ids=str)
 def test_training_refuses_the_damaged_files_that_evaluations_refuse(options):
-    """Wherever the crop lies: a file that pretraining saw and evaluations do not is no fair comparison."""
+    """Wherever the crop lies: a file used in pretraining but not in evaluations would make comparisons unfair."""
     data, rng, refused = content(photo(150, 109), subsampling="4:2:0", **options), random.Random(0), 0
     augment = Augmentation(SIZE, "RGB", lambda *_: (0, 0, 8, 8))
     for case in range(150):

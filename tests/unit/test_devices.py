@@ -1,4 +1,4 @@
-"""Devices, precision and kernels where torch believes in two GPUs; processes that lose others or collect garbage."""
+"""Devices, precision and kernels when torch sees two fake GPUs; processes that lose others or collect garbage."""
 
 import gc
 from argparse import Namespace

@@ -68,7 +68,7 @@ def weights(network):
 
 
 class Witness(NativeScalerWithGradNormCount):
-    """Notes, around a step, which of the two networks changed and whether the other one has gradients."""
+    """Records, for a step, which of the two networks changed and whether the other one has gradients."""
 
     def __init__(self, state):
         super().__init__("cpu", enabled=False)
@@ -177,7 +177,7 @@ def test_checkpointing_changes_memory_and_nothing_else():
 
 @pytest.mark.parametrize("soft", ["tokens", "attention"])
 def test_the_soft_pass_keeps_nothing_that_only_weight_gradients_need(soft):
-    """A block's second layer needs its input, 4 times as wide, for its weights alone: only GELU's own input is kept."""
+    """The second layer of an MLP needs its input, 4 times as wide, only for its weights: only GELU's input is kept."""
     _, state, loader = setup()
     imgs, _ = first_batch(loader)
     keep_prob = state.cmm(imgs)

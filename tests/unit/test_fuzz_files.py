@@ -1,4 +1,4 @@
-"""Some hundred of the cases of tests/fuzz_files.py, which has more to say."""
+"""A few hundred of the cases of tests/fuzz_files.py; see there."""
 
 from fuzz_files import KINDS, fuzz
 

@@ -1,4 +1,4 @@
-"""A folder has one run at a time, and a run that is gone holds nothing."""
+"""A folder has one run at a time, and a dead run holds no lock."""
 
 import contextlib
 import fcntl
@@ -86,7 +86,7 @@ def test_one_that_is_about_to_end_is_waited_for(tmp_path, kind):
 
 
 def test_loaders_that_outlive_a_run_hold_nothing(tmp_path):
-    """A run is killed: its loaders, forked while it held the lock, take seconds to notice."""
+    """A run is killed; its loaders, forked while it held the lock, take seconds to notice."""
     with contextlib.ExitStack() as run:
         run.enter_context(locked(tmp_path, NAME))
         context = multiprocessing.get_context("fork")

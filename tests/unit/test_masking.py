@@ -1,5 +1,5 @@
 """Every way to mask: exact ratios, randomness that depends on the image and the epoch alone, and each strategy's own
-promise. The strategies of a user's file are held to the same."""
+promise. Strategies in a user's file must meet the same contract."""
 
 import itertools
 from dataclasses import replace
@@ -71,7 +71,7 @@ def distinct(visible):
 
 
 def many(n, grid=GRID, epoch=0, progress=0.0, **flags):
-    """Visible patches [n, h, w] of a strategy without a module; the images play no part."""
+    """Visible patches [n, h, w] of a strategy without a module; the images do not matter."""
     masking = Masking(MaskSettings(**flags), grid)
     ask = masking.ask(torch.zeros(n, 3, 4, 4), torch.arange(n), epoch, progress)
     return visible_of(masking.choose(ask), ask.mask_ratio).unflatten(1, grid)
@@ -508,7 +508,7 @@ def test_mask_health_of_a_batch_of_one():
 
 
 def test_masks_of_any_number_become_noise():
-    """For autoencoders of others: visible patches come first."""
+    """For other autoencoders: visible patches come first."""
     visible = torch.rand(8, 16, generator=torch.Generator().manual_seed(0)) < 0.5
     order = as_noise({"visible": visible}).argsort(dim=1)
     first = torch.arange(16) < visible.sum(dim=1, keepdim=True)

@@ -1,4 +1,4 @@
-"""The autoencoder equals upstream where upstream has a say, and masks as told where it has none."""
+"""The autoencoder equals upstream wherever upstream defines the result; elsewhere, it masks as requested."""
 
 from argparse import Namespace
 
@@ -92,7 +92,7 @@ def test_given_mask_equals_the_random_path_with_that_mask(golden, golden_mae):
 
 
 def test_padding_does_not_leak(golden_mae):
-    """An image's prediction and gradient are what they are when it is alone, whoever shares its batch."""
+    """An image's prediction and gradient do not depend on the other images in its batch."""
     model = golden_mae()
     imgs = torch.randn(9, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     visible = random_visible(9, 16)

@@ -69,7 +69,7 @@ def test_an_outlier_does_not_hide_the_neighbours():
 
 
 def test_random_features_need_no_second_search(monkeypatch):
-    """Else the scan would be right, but useless."""
+    """Otherwise, the scan would be correct but useless."""
     monkeypatch.setattr(Scan, "search_all", lambda *_: pytest.fail("searched again"))
     train, queries = random_features(5000, 64, 0, offset=5.0), random_features(100, 64, 1, offset=5.0)
     nearest_neighbours(train, queries, 10)

@@ -1,4 +1,4 @@
-"""Intervals of paired differences: on simulated benchmarks they hold the truth as often as they say."""
+"""Intervals of paired differences: on simulated benchmarks, their coverage is as stated."""
 
 import math
 

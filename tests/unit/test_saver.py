@@ -1,4 +1,4 @@
-"""When a run is saved, and that training goes on meanwhile."""
+"""When a run is saved, and that training continues meanwhile."""
 
 import copy
 import os
