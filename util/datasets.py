@@ -3,7 +3,6 @@
 A sample depends only on (seed, epoch, index), not on the number of workers or on interruptions.
 """
 
-import multiprocessing
 import multiprocessing.connection
 import random
 import signal
@@ -318,7 +317,7 @@ class Fetcher:
 
     def _start(self) -> None:
         self._stream = iter(self._loader)
-        self._processes = multiprocessing.active_children()
+        self._processes = getattr(self._stream, "_workers", [])
         if self.num_workers:
             # When a worker ends, torch would raise an error in the middle of whatever this process is doing. Waiting
             # for a batch also reveals it, within five seconds.
