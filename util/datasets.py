@@ -317,8 +317,10 @@ class Fetcher:
 
     def _start(self) -> None:
         self._stream = iter(self._loader)
-        self._processes = getattr(self._stream, "_workers", [])
         if self.num_workers:
+            self._processes = self._stream._workers
+            if not isinstance(self._stream._workers_done_event, OneSidedEvent):
+                self._stream._workers_done_event = OneSidedEvent(self._stream._workers_done_event)
             # When a worker ends, torch would raise an error in the middle of whatever this process is doing. Waiting
             # for a batch also reveals it, within five seconds.
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -361,6 +363,21 @@ class Fetcher:
         return (
             f"loader processes failed ({type(error).__name__}: {str(error).partition(chr(10))[0]}); try --num_workers 0"
         )
+
+
+class OneSidedEvent:
+    """For the one process that sets an event shared with others: it knows the state, and need not wait for the event's
+    lock to ask. A killed loader process may have held it, and torch asks when it finds one dead."""
+
+    def __init__(self, event: Any):
+        self._event, self._is_set = event, False
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        self._is_set = True
+        self._event.set()
 
 
 def collate(samples: Samples) -> Batch:

@@ -133,7 +133,7 @@ def test_a_lock_that_a_killed_loader_process_held_blocks_nothing(when, monkeypat
     batches = iter(loader)
     next(batches)
     stream = loader.fetcher._stream
-    held = stream._workers_done_event._cond
+    held = stream._workers_done_event._event._cond
     held.acquire()  # as if by the worker
     if when == "at its end":
         end_children()
