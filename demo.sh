@@ -21,7 +21,7 @@ if [ -n "${DATA:-}" ]; then
     name=$(basename "$(realpath "$DATA")")
     train=$DATA; [ ! -d "$DATA/train" ] || train=$DATA/train
     data=(--data_path "$DATA" --max_images 5120)           # more would take longer than a coffee
-    images=$(find -L "$train" -type f | head -n 5120 | wc -l)
+    images=$(find -L "$train" -type f | sed -n 1,5120p | wc -l)  # head would end find, and pipefail the script
     if ! [ -d "$DATA/val" ] && ! [ -d "$DATA/test" ]; then
         if [ "$images" -ge 10 ] && [ -n "$(find -L "$train" -mindepth 2 -type f -print -quit)" ]; then
             data+=(--split 0.8)                            # class folders: test on a fifth of each

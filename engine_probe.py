@@ -157,6 +157,7 @@ class EncodedBatches:
                 features = self.encoder.forward_features(imgs).float()
             labels = labels.to(self.device, non_blocking=True)
             yield gather_rows(features, equal=True)[None], gather_rows(labels, equal=True)[None]
+        self.loader.share_bad_images()
 
 
 # --- Solved to the optimum ---

@@ -257,6 +257,7 @@ def main(args: Namespace) -> None:
     finished = ckpt.load_checkpoint(args.resume) if args.eval else {}
     if args.eval:
         check_probe(finished, args.resume)
+        args.seed = finished["probe"][0][0][0]  # an encoder of random weights depends on it
     subject = open_subject(args)
     subject.check_outputs(args.nb_classes)
     report = Report(subject, finished.get("protocol", "linprobe-cached" if args.cache_features else "linprobe"))

@@ -157,6 +157,8 @@ def measure_file(name: str, path: Path, judge: Snapshot | None, args: Namespace)
         raise UserError(f"{path}: `mask` needs a row of zeros (keep) and ones (remove) for each of {len(names)} images")
     if judge is None:
         raise UserError(f"{path}: masks without a run need --judge RUN, which also sets the image size")
+    if (ours := mask.shape[1]) != (theirs := judge.model.patch_embed.num_patches):
+        raise UserError(f"{path} has masks of {ours} patches, but images of --judge {args.judge} have {theirs}")
     roots = [Path(), path.parent, *([Path(args.data_path)] if args.data_path else [])]
     files = [next((root / each for root in roots if os.path.isfile(root / each)), None) for each in names]
     if None in files:

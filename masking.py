@@ -511,7 +511,8 @@ def load_module(path: str | Path) -> nn.Module:
         told = checkpoint["metadata"]
         if "masking" not in told:
             raise UserError(f"{path} has no masking module; name the training's .pth, or an export of --format masking")
-        settings = {name: from_text(text) for name, text in told.items()}
+        read = {entry.name for entry in fields(MaskSettings)} | {"input_size", "in_chans"}
+        settings = {name: from_text(text) for name, text in told.items() if name in read}
         check_form(settings, FLAGS, str(path))
         try:
             with torch.device("meta"):  # only its sizes matter

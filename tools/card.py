@@ -2,11 +2,13 @@
 
 import json
 import shlex
+from pathlib import Path
 
 import main_pretrain
 from util.cli import plain
 from util.evaluation.results import PROTOCOLS
 from util.evaluation.tables import markdown
+from util.hub import is_hub_name
 from util.training.resume import FREE
 
 OURS = "<!-- Written by tools.export, which replaces this file unless this line is gone. -->"
@@ -66,6 +68,9 @@ def training_command(args: dict, data: str | None, masking: str) -> str:
     """The flags of a pretraining that differ from their defaults. Files are named without their folders, which may be
     private."""
     given = {name: value for name, value in args.items() if name not in FREE} | {"masking": masking}
+    for name in ("init", "class_list"):  # free to change on resuming, but part of what was trained
+        if path := args.get(name):
+            given[name] = path if is_hub_name(path) else Path(path).name
     if "batch_size" in args:  # however it was shared out
         given["global_batch_size"] = args["batch_size"] * args.get("world_size", 1) * args.get("accum_iter", 1)
     if data and args.get("data_set", "folder") == "folder":

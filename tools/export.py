@@ -341,6 +341,7 @@ def write_masking(
     own |= {"lambda_cl": ckpt.lambda_cl_of(checkpoint)}
     if isinstance(masking.module, MaskingViT):  # the defaults are the strategy's
         own |= {"cmm_depth": len(masking.module.blocks), "cmm_dim": masking.module.cls_token.shape[-1]}
+    del own["epochs"]  # in the header: those that are complete, and `planned_epochs`
     ckpt.save_safetensors(output, masking.module.state_dict(), metadata | header(own))
     return [
         "from masking import load_module",

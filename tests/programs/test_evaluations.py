@@ -168,12 +168,12 @@ def test_learning_rates_are_chosen_without_the_test_images(evaluate, tmp_path, m
 
 def test_a_finished_head_can_be_tested_again(evaluate, tmp_path):
     for protocol in ("linprobe", "linprobe-cached"):
-        assert evaluate(protocol, "--runs", 2)[0] == 0
+        assert evaluate(protocol, "--runs", 2, "--seed", 5)[0] == 0
         head = tmp_path / "out" / f"{protocol}-shapes-0.pth"
         code, _, err = evaluate("linprobe", "--eval", "--resume", head, "--epochs", 7)  # its own settings count
         assert (code, err) == (0, "")
         trained, tested = lines(tmp_path / "out")[-2:]
-        for name in ("protocol", "settings", "runs", "acc1", "acc1_std", "images"):
+        for name in ("protocol", "settings", "seed", "runs", "acc1", "acc1_std", "images"):
             assert trained[name] == tested[name]
         code, _, err = evaluate("linprobe", "--eval", "--resume", head, "--global_pool")
         assert (code, "was trained with pooling cls_token, but here it is global_pool" in err) == (2, True)

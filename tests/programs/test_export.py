@@ -203,7 +203,15 @@ HOSTILE = "a|b`*<script>\n```\n---\n[x](y)"
 def described(micro, tmp_path):
     """A checkpoint with a result and a figure beside it; names are as hostile as they can be."""
     save(
-        micro.path, micro.model, norm_pix_loss=True, epochs=10, data_set="folder", data_path=HOSTILE, commit="0123abcd"
+        micro.path,
+        micro.model,
+        norm_pix_loss=True,
+        epochs=10,
+        data_set="folder",
+        data_path=HOSTILE,
+        class_list="/secret/names.txt",
+        init="hf-hub:facebook/vit-mae-base",
+        commit="0123abcd",
     )
     line = {"protocol": "knn", "data": HOSTILE, "settings": {"pooling": "cls_token"}, "acc1": 12.345, "acc5": 50.0}
     line |= {"classes": 10, "predictions": "x.npz", "checkpoint_sha256": tools.export.file_hash(micro.path)}
@@ -224,6 +232,8 @@ def test_a_model_card_tells_of_the_training(export, described, tmp_path):
         assert fact in body
     assert 'ViTMAEForPreTraining.from_pretrained("hf")' in body
     assert "main_pretrain.py --epochs 10 --input_size 32 --data_path" in body
+    assert "--class_list names.txt" in body
+    assert "--init hf-hub:facebook/vit-mae-base" in body
     prose = [line for line in body.splitlines() if not line.startswith("    ")]
     assert not any(re.search(r"(?<!\\)[`<]", line) for line in prose if not line.startswith("<!--")), "all is escaped"
     assert len(re.findall(r"(?<!\\)\|", next(line for line in prose if "12.35" in line))) == 6, "no cell is torn"
@@ -510,7 +520,8 @@ def test_a_full_disk_leaves_nothing_half_written(program, micro, tmp_path, monke
 @pytest.mark.parametrize(
     ("masking", "kind"), [("curriculum", "CurriculumMaskingModule"), ("predictive", "ErrorPredictor")]
 )
-def test_the_masking_module_is_exported_alone(cli, export, tmp_path, masking, kind):
+def test_the_masking_module_is_exported_alone(cli, export, monkeypatch, tmp_path, masking, kind):
+    monkeypatch.setattr(main_pretrain, "git_commit", lambda: "123456789012")  # a hash need not look like one
     run, imgs = tmp_path / "run", torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     assert cli(*SMALL, "--masking", masking, "--cmm_dim", 32, "--output_dir", run)[0] == 0
     lines = export(run, "--format", "masking")
@@ -518,7 +529,7 @@ def test_the_masking_module_is_exported_alone(cli, export, tmp_path, masking, ki
     checkpoint = load_checkpoint(run / "checkpoint-1.pth")
     sizes = {"cmm_depth": "1", "cmm_dim": "32", "input_size": "[16, 16]", "patch_size": "4", "mask_ratio": "0.75"}
     assert {name: told[name] for name in sizes} == sizes
-    assert told["masking"] == masking
+    assert (told["masking"], told["commit"]) == (masking, "123456789012")
     assert float(told["lambda_cl"]) == checkpoint["moment"]["lambda_cl"]
     loaded = execute(lines, imgs)
     weights = loaded["module"].state_dict()

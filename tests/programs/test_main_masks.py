@@ -138,6 +138,20 @@ def test_runs_are_measured_over_their_checkpoints(runs, program, tmp_path):
     assert "verdict" in out
 
 
+def test_each_run_is_measured_on_its_own_images(runs, program, tmp_path):
+    """Unless flags name others; a flag alone changes only its part of the run's data."""
+    flags = ("--data_set", "shapes", "--shapes_images", "24", "--epochs", "1", "--output_dir", str(tmp_path / "few"))
+    main_pretrain.main(main_pretrain.get_args_parser().parse_args([*SMALL, *flags, "--masking", "random"]))
+
+    def own(*words):
+        assert program(main_masks, *words, "--moments", 1, "--output_dir", tmp_path / "out")[0] == 0
+        return [each["metrics"]["own"] for each in json.loads((tmp_path / "out" / "masks.json").read_text())]
+
+    first, second = own(runs / "random"), own(tmp_path / "few")
+    assert own(runs / "random", tmp_path / "few") == [*first, *second]
+    assert own(runs / "random", "--shapes_images", 24) != first
+
+
 def test_masks_from_elsewhere(runs, program, tmp_path):
     for index in range(4):
         Image.fromarray(np.full((20, 20, 3), 60 * index, np.uint8)).save(tmp_path / f"{index}.png")
@@ -163,6 +177,9 @@ def test_masks_from_elsewhere(runs, program, tmp_path):
         np.savez(tmp_path / "odd.npz", **{name: value for name, value in arrays.items() if value is not None})
         code, _, err = program(main_masks, tmp_path / "odd.npz", *where)
         assert (code, "odd.npz" in err, len(err.splitlines())) == (2, True, 1)
+    np.savez(tmp_path / "coarse.npz", images=np.array(["0.png"] * 4), mask=mask[:, :2, :2])
+    code, _, err = program(main_masks, tmp_path / "coarse.npz", *where)
+    assert (code, f"has masks of 4 patches, but images of --judge {runs / 'random'} have 16" in err) == (2, True)
     np.savez(tmp_path / "lost.npz", images=np.array(["x.png"] * 4), mask=mask)
     code, _, err = program(main_masks, tmp_path / "lost.npz", *where)
     assert (code, "x.png" in err) == (2, True)

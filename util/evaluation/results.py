@@ -145,7 +145,7 @@ class Report:
             "checkpoint": str(subject.checkpoint) if subject.checkpoint else None,
             "checkpoint_sha256": subject.checkpoint_sha256,
             "settings": subject.settings() | subject.data_settings() | outcome.settings,
-            "seed": subject.args.seed,
+            "seed": outcome.seeds[0],
             "runs": len(outcome.seeds),
             **summary(top5 if top5.ndim == 3 else top5[-1], test.labels),
             **outcome.details,

@@ -5,6 +5,7 @@ from argparse import Namespace
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
@@ -156,8 +157,11 @@ def open_source(args: Namespace, snapshot: Snapshot) -> Source:
     if args.images:
         return ImageList(Names.pack(path for given in args.images for path in image_files(Path(given))))
     refuse_unused_data_flags(args)
-    if args.data_set == "folder" and args.data_path is None:  # none given: use the run's
-        vars(args).update({name: snapshot.settings[name] for name in data_flags() if name in snapshot.settings})
+    args = Namespace(**vars(args))  # another run's data may be others
+    if args.data_set == "folder" and args.data_path is None:  # none given: use the run's, as far as flags do not differ
+        for name, default in data_flags().items():
+            if getattr(args, name) == default and name in snapshot.settings:
+                setattr(args, name, snapshot.settings[name])
     args.input_size, args.in_chans = list(snapshot.model.img_size), snapshot.model.in_chans
     if args.data_set == "folder":
         args.data_path = args.data_path or DEFAULT_DATA_PATH
@@ -168,10 +172,10 @@ def open_source(args: Namespace, snapshot: Snapshot) -> Source:
     return build_source(args, "train" if seen else "val", listing=listing)
 
 
-def data_flags() -> list[str]:
-    """The names of all flags that define a data set."""
+def data_flags() -> dict[str, Any]:
+    """All flags that define a data set, with their defaults."""
     add_data_arguments(parser := ArgumentParser(), of_run=True)
-    return list(vars(parser.parse_args([])))
+    return vars(parser.parse_args([]))
 
 
 def image_files(path: Path) -> list[str]:
