@@ -38,7 +38,7 @@ from util.hub import fetch_snapshot, in_our_terms, is_hub_name, weights_in
 
 SAFETENSORS = ".safetensors"
 SUM = "sha256"  # key in the header of a safetensors file: the hash of all its content
-HOST = re.sub(r"[^\w.]", "_", socket.gethostname())[:24]  # as part of a file name
+HOST = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:12]  # as part of a file name: short, yet distinct
 STALE = 3600  # seconds after which a partial file is considered abandoned
 LAST = "checkpoint-last.pth"  # the newest state of a run, usually from the middle of an epoch
 

@@ -29,7 +29,7 @@ from util.cli import Interrupted, UserError, logger, silence
 from util.program import STOP_SIGNALS, orphaned, place_in_world
 
 PATIENCE = datetime.timedelta(minutes=10)  # how long processes wait for an unresponsive one
-PATIENCE_TO_MEET = datetime.timedelta(minutes=2)  # and for one that has not joined yet
+PATIENCE_TO_MEET = datetime.timedelta(minutes=10)  # and for one that has not joined yet, such as on a slow node
 HEARTBEAT = 30  # seconds between heartbeats of a process that others wait for
 Result = TypeVar("Result")
 # The kernels that --attention enables. Torch's "math" stays enabled as a fallback: flash, for one, takes no mask.

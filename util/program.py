@@ -189,6 +189,8 @@ def flag_of(path: str, parser: argparse.ArgumentParser, args: argparse.Namespace
 def shortage(error: BaseException) -> str | None:
     """What the machine has too little of, and what to do, if that is the cause of `error`."""
     code, text = getattr(error, "errno", None), str(error)
+    if isinstance(error, OSError) and code not in (None, *DISK_FULL):
+        text = error.strerror or ""  # not the name of a file, which may be in /dev/shm
     for cause, (codes, words) in SHORTAGES.items():
         if code in codes or any(word in text for word in words):
             return cause

@@ -6,6 +6,7 @@ import os
 import re
 import struct
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -30,7 +31,7 @@ from util.datasets import (
     pixel_statistics,
     pretrain_augmentation,
 )
-from util.program import end_children
+from util.program import end_children, shortage
 from util.training.resume import data_identity
 
 
@@ -178,6 +179,11 @@ def test_what_loader_processes_lack_is_told(monkeypatch, case):
     imgs, _, _ = next(iter(loader))
     assert len(imgs) == 4
     assert re.search(sentence, loader.fetcher.fault)
+
+
+def test_the_name_of_a_file_is_no_shortage():
+    assert shortage(PermissionError(errno.EACCES, "Permission denied", "/dev/shm/run/out of memory")) is None
+    assert "/dev/shm is full" in str(shortage(OSError(errno.ENOSPC, "No space left on device", "/dev/shm/torch_1")))
 
 
 def test_a_fault_of_ones_own_keeps_its_traceback(monkeypatch):
@@ -518,6 +524,27 @@ def test_pretraining_on_stl10_uses_its_unlabelled_images_too(tmp_path, monkeypat
     args = parse("--data_set", "stl10", "--data_path", tmp_path)
     parts = [build_source(args, split).classes for split in ("pretrain", "train", "val")]
     assert parts == ["train+unlabeled", "train", "test"]
+
+
+def test_processes_download_one_after_the_other(tmp_path, monkeypatch):
+    """torchvision neither expects nor survives another process that writes the same files."""
+    busy, overlaps = threading.Lock(), []
+
+    def stl10(root, split, download):
+        overlaps.append(not busy.acquire(blocking=False))
+        time.sleep(0.2)
+        if not overlaps[-1]:
+            busy.release()
+        return SimpleNamespace(labels=np.array([0]), classes=[])
+
+    monkeypatch.setattr("torchvision.datasets.STL10", stl10)
+    args = parse("--data_set", "stl10", "--data_path", tmp_path / "new", "--download")
+    both = [threading.Thread(target=build_source, args=(args, "train")) for _ in range(2)]
+    for each in both:
+        each.start()
+    for each in both:
+        each.join()
+    assert overlaps == [False, False]
 
 
 @pytest.mark.parametrize("name", ["cifar10", "cifar100", "stl10", "fashion_mnist"])

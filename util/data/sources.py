@@ -1,9 +1,12 @@
 """Where images come from: class folders, Arrow tables, torchvision's small data sets, built-in shapes, or your own
 `Source`."""
 
+import fcntl
 import hashlib
 import os
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Protocol
 
 import numpy as np
@@ -228,15 +231,26 @@ def torchvision_source(args: Namespace, split: str) -> TorchvisionSet:
         raise UserError(f"--data_set {name} needs --data_path: the folder that holds it, or that --download fills")
     title = f"{name}/{split}"
     try:
-        if name == "stl10":  # its unlabelled images are used for pretraining
-            part = {"pretrain": "train+unlabeled", "train": "train", "val": "test"}[split]
-            stl10 = datasets.STL10(root, split=part, download=args.download)
-            return TorchvisionSet(stl10, stl10.labels, title)
-        sets = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100, "fashion_mnist": datasets.FashionMNIST}
-        images = sets[name](root, train=split != "val", download=args.download)
-        return TorchvisionSet(images, images.targets, title)
+        with in_turn(root) if args.download else nullcontext():
+            if name == "stl10":  # its unlabelled images are used for pretraining
+                part = {"pretrain": "train+unlabeled", "train": "train", "val": "test"}[split]
+                stl10 = datasets.STL10(root, split=part, download=args.download)
+                return TorchvisionSet(stl10, stl10.labels, title)
+            sets = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100, "fashion_mnist": datasets.FashionMNIST}
+            images = sets[name](root, train=split != "val", download=args.download)
+            return TorchvisionSet(images, images.targets, title)
     except RuntimeError as error:
         advice = "the download failed" if args.download else "add --download to fetch it"
         raise UserError(f"--data_set {name} is not in {root}: {error}; {advice}") from None
     except OSError as error:  # includes urllib's
         raise UserError(f"--data_set {name} cannot be fetched to {root}: {error}") from None
+
+
+@contextmanager
+def in_turn(folder: str) -> Iterator[None]:
+    """Processes that download to the same folder wait for one another: the first downloads, the others check."""
+    os.makedirs(folder, exist_ok=True)
+    with open(os.path.join(folder, ".download.lock"), "w") as file:
+        with suppress(OSError):  # some file systems have no locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -83,8 +83,10 @@ class TrainingState:
 
 
 def refuse_lost_moments(checkpoint: dict, name: str, source: str) -> None:
-    """An optimizer must have state after its first step; under fp16, all steps so far may have been skipped."""
+    """An optimizer must have state after its first step; under fp16, all steps so far may have been skipped. With
+    --start_epoch, steps are also counted that were not made."""
     began = checkpoint.get("step", 0) > 0 or checkpoint.get("epoch", -1) >= 0
+    began = began and not ckpt.settings_of(checkpoint).get("start_epoch")
     scale = checkpoint[name.replace("optimizer", "scaler")].get("scale", FIRST_SCALE)
     if began and scale >= FIRST_SCALE and not checkpoint[name]["state"]:
         raise UserError(f"{source} has lost its optimizer state; use an earlier checkpoint, or --init for its weights")
