@@ -81,6 +81,8 @@ def test_what_else_of_an_optimizer_is_refused(state, resumed):
         resumed(optimizer={**whole, "state": {**whole["state"], 0: lacking}})
     with pytest.raises(UserError, match="lost its optimizer state"):
         resumed(optimizer={**whole, "state": {}})
+    skipped = vars(ARGS) | {"start_epoch": 1}  # steps that nobody made
+    assert resumed(optimizer={**whole, "state": {}}, args=skipped).epoch == 2
     with pytest.raises(UserError, match="other parameters than this model's"):
         resumed(optimizer={"state": {}, "param_groups": [{"params": [0]}]}, step=0, epoch=-1, log=None)
 
