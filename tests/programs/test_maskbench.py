@@ -262,12 +262,11 @@ def test_equal_compute_from_measured_step_times_to_the_table(tmp_path):
     command = [sys.executable, "-m", "experiments.maskbench", *words, "--pretrain", "--epochs", "24"]
     said = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
     assert said.returncode == 0, said.stdout + said.stderr
-    times = json.loads((tmp_path / "tiny" / "shapes" / "costs.json").read_text())["costs"]
-    epochs = int(24 / times["attention"]["time"])
-    assert 1 <= epochs < 24
-    run = tmp_path / "tiny" / "shapes" / f"attention-{epochs}epochs" / "seed0"
-    assert checkpoint(run, epochs - 1)["epoch"] == epochs - 1
-    assert re.search(rf"attention-{epochs}epochs +{epochs} +1 +[\d.]+ ", said.stdout)
+    measured = json.loads((tmp_path / "tiny" / "shapes" / "costs.json").read_text())["costs"]["attention"]
+    epochs = 24 if Cost(**measured).like_random else int(24 / measured["time"])  # on a busy machine, any number
+    label = "attention" if epochs == 24 else f"attention-{epochs}epochs"
+    assert checkpoint(tmp_path / "tiny" / "shapes" / label / "seed0", epochs - 1)["epoch"] == epochs - 1
+    assert re.search(rf"^{label} +{epochs} +1 +[\d.]+ ", said.stdout, re.MULTILINE)
 
 
 @pytest.mark.slow
