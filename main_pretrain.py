@@ -331,7 +331,7 @@ def with_optimizer(network: Any, lr: float, args: Namespace, device: torch.devic
         # Block by block: the first compiles in seconds, and others of the same shape reuse it. All share one function,
         # and torch's limit of 8 variants is too low for three widths, each with a mask or bias, frozen, or in no_grad.
         torch._dynamo.config.cache_size_limit = 64
-        torch._dynamo.config.optimize_ddp = False  # blocks are small enough to overlap with the exchange of gradients
+        torch._dynamo.config.optimize_ddp = False  # between blocks, gradients are exchanged anyway: split none of them
         for module in network.modules():
             if isinstance(module, Block):
                 module.compile(dynamic=True)

@@ -39,6 +39,7 @@ from experiments.leaderboard import (
 from experiments.paired import FEWEST_SEEDS
 from experiments.plan import Run, Step, data_folder, data_name, parse
 from experiments.probe import AVERAGE, FEATURES, PARTS, PROTOCOL, hash_of_names, read_probe, unseen_by
+from experiments.probe import get_args_parser as probe_parser
 from experiments.recipes import Variant
 from experiments.run import add_run_arguments, fetch, settle_run_args, typed_command
 from experiments.runner import work
@@ -104,7 +105,7 @@ def check_args(args: Namespace) -> None:
     if not args.measure.startswith("final"):
         if args.archive:
             raise UserError(f"--measure {args.measure}: an --archive holds results of final checkpoints only")
-        if "--last 1" in SCALES[args.scale].probe:
+        if probe_parser().parse_args(["RUN", *SCALES[args.scale].probe.split()]).last == 1:
             raise UserError(f"--measure {args.measure}: --scale {args.scale} probes the final checkpoint only")
 
 

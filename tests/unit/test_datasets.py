@@ -545,6 +545,9 @@ def test_processes_download_one_after_the_other(tmp_path, monkeypatch):
     for each in both:
         each.join()
     assert overlaps == [False, False]
+    (tmp_path / "no_lock" / ".download.lock").mkdir(parents=True)  # such as in a folder of somebody else's
+    args.data_path = str(tmp_path / "no_lock")
+    assert build_source(args, "train").label(0) == 0
 
 
 @pytest.mark.parametrize("name", ["cifar10", "cifar100", "stl10", "fashion_mnist"])

@@ -6,7 +6,7 @@ import hashlib
 import os
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, Protocol
 
 import numpy as np
@@ -249,8 +249,9 @@ def torchvision_source(args: Namespace, split: str) -> TorchvisionSet:
 @contextmanager
 def in_turn(folder: str) -> Iterator[None]:
     """Processes that download to the same folder wait for one another: the first downloads, the others check."""
-    os.makedirs(folder, exist_ok=True)
-    with open(os.path.join(folder, ".download.lock"), "w") as file:
-        with suppress(OSError):  # some file systems have no locks
+    with ExitStack() as stack:
+        with suppress(OSError):  # some file systems have no locks; a read-only folder can only be checked
+            os.makedirs(folder, exist_ok=True)
+            file = stack.enter_context(open(os.path.join(folder, ".download.lock"), "a"))
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
